@@ -159,7 +159,7 @@ def open_handles(
 def _open_service_process(
     client: ServiceClient, config: Config, stack: ExitStack, greedy_baseline: bool
 ) -> RolloutHandles:
-    from rlcore.launch.service.handles import RemoteMemory, RemoteSource
+    from rlcore.launch.service.client import RemoteMemory, RemoteSource
 
     stack.callback(client.close)
     opened = client.open(config, greedy_baseline=greedy_baseline)

@@ -118,7 +118,10 @@ class EngineFactory(Protocol):
 
 
 class HostedFactory(EngineFactory, Protocol):
-    """Builds engines whose server processes a launcher starts on other machines, too."""
+    """Builds engines whose server processes a launcher starts on other machines, too.
+
+    That of a kind which may be given by URL has `build_external(config, name, url)` as well.
+    """
 
     def build_server(
         self, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
@@ -129,13 +132,6 @@ class HostedFactory(EngineFactory, Protocol):
         self, config: Config, servers: Sequence[Server], *, keys: Keys
     ) -> Sequence[RolloutEngine]:
         """Return the engines of these servers."""
-
-
-class ExternalFactory(HostedFactory, Protocol):
-    """Builds engines that somebody else runs."""
-
-    def build_external(self, config: Config, name: str, url: str) -> RolloutEngine:
-        """Return the engine `name`, whose server runs at `url`."""
 
 
 def kind_of(name: str) -> EngineKind:

@@ -17,7 +17,7 @@ from rlcore.config.checks.engine import url_problem
 from rlcore.errors import ConfigError, UserError
 from rlcore.interfaces import RolloutEngine
 from rlcore.runs.files import write_atomic
-from rollout.engines.factories import ExternalFactory, factory_of
+from rollout.engines.factories import factory_of
 from rollout.fleet.engine_states import State
 from rollout.fleet.router import Member
 
@@ -40,7 +40,7 @@ class EngineList:
         assert config.rollout.engine.urls_file is not None
         self.path = Path(config.rollout.engine.urls_file)
         self._config = config
-        self._factory: ExternalFactory = factory_of(config.rollout.engine.kind)
+        self._factory = factory_of(config.rollout.engine.kind)
 
     def read(self) -> dict[str, str]:
         """Return the URL of each engine by its name, which tells the machine and the port.
@@ -76,7 +76,8 @@ class EngineList:
 
     def build(self, name: str, url: str) -> RolloutEngine:
         """Make an engine of the list, not started."""
-        return self._factory.build_external(self._config, name, url)
+        engine: RolloutEngine = self._factory.build_external(self._config, name, url)
+        return engine
 
     async def update(self, fleet: Fleet) -> None:
         """Take in the engines that are new in the list, and let those go that it lacks."""

@@ -22,7 +22,7 @@ UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
 
 
 class SGLangFactory:
-    """`rollout.engines.factories.ExternalFactory` of SGLang engines."""
+    """`rollout.engines.factories.HostedFactory` of SGLang engines."""
 
     @classmethod
     def build(cls, site: EngineSite) -> list[SGLangEngine]:
@@ -87,7 +87,7 @@ class SGLangFactory:
 
     @classmethod
     def build_external(cls, config: Config, name: str, url: str) -> SGLangEngine:
-        """See `ExternalFactory`."""
+        """Return the engine `name`, whose server somebody else runs at `url`."""
         keys = Keys.from_environment()
         server = ExternalServer(
             name,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
 from rlcore.hf_config.read import read_config
+from rlcore.interpreters.ask import Interpreter, ask, cuda_toolkit
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rlcore.stores import loopback_interface
 from rlcore.tls import server_context
@@ -27,8 +31,6 @@ from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import EngineNode, Keys
 from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
-from rollout.engines.sglang.gpu_environment import gpu_environment
-from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.weight_sync.process_group import interface_of, is_loopback, own_address
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -38,6 +40,17 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
 FLASH_RL_FAMILIES = ("qwen2", "qwen3")  # the models whose loaders declare that they support it
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# Graphs are released with the rest only if they were captured for that; SGLang copies what they
+# hold to host memory meanwhile.
+RELEASED_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+# GPUs that a trainer has been on are not equally free, which SGLang else takes for an error.
+UNEQUAL_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+# Else every kernel that FP8 may need is compiled before the server answers: SGLang says 10 to 20
+# minutes, more than `start_timeout_s`.
+COMPILED_WHEN_NEEDED = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+# Where there is no compiler, the import of DeepGEMM ends the server, on Hopper and newer.
+NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+logger = logging.getLogger(__name__)
 
 # A user's own `rollout.engine.server` overrides these.
 DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # else a line for every request
@@ -207,6 +220,58 @@ class ManagedServer(ChildServer):
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
+
+
+def gpu_environment(config: EngineConfig, variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables to add, without those that `variables` have already.
+
+    It warns where the server would find no compiler for GPUs.
+    """
+    added: dict[str, str] = {}
+    if config.colocated:
+        added |= RELEASED_GRAPHS | UNEQUAL_GPUS
+    if config.quantization is not None:
+        added |= COMPILED_WHEN_NEEDED
+    if cuda_toolkit(variables) is None:
+        added |= NO_DEEP_GEMM
+        logger.warning(
+            "no CUDA toolkit is found for the SGLang server (CUDA_HOME, nvcc on PATH,"
+            " /usr/local/cuda): it can use no kernel that it compiles itself, and DeepGEMM is"
+            " switched off; install the CUDA toolkit, or set CUDA_HOME in"
+            " rollout.engine.environment"
+        )
+    return {name: value for name, value in added.items() if name not in variables}
+
+
+async def check_nccl(engine: str, trainer: str = sys.executable) -> None:
+    """Raise ConfigError unless both interpreters have the same NCCL.
+
+    Ranks of different versions make no communicator: every publication over NCCL would fail.
+    """
+    theirs, ours = await asyncio.gather(_asked(engine), _asked(trainer))
+    if theirs.nccl == ours.nccl != "":
+        return
+    package = f"nvidia-nccl-cu{ours.cuda.partition('.')[0] or '13'}"
+    do = (
+        f"run {trainer} -m pip install --no-deps {package}=={theirs.nccl}"
+        if theirs.nccl
+        else "install a torch with CUDA there (scripts/install_sglang.sh --gpu)"
+    )
+    raise ConfigError(
+        f"rollout.engine.python: {engine} has NCCL {theirs.nccl or 'of no version'}, the trainer's"
+        f" {trainer} has {ours.nccl or 'none'}, and weights go to engines over NCCL, which needs"
+        f" the same version on both sides: {do}, or set rollout.engine.transport to disk"
+    )
+
+
+async def _asked(python: str) -> Interpreter:
+    """Ask an interpreter. Raises ConfigError if it does not answer, or its torch is broken."""
+    told = await asyncio.to_thread(ask, python, [])
+    if told.broken:
+        raise ConfigError(
+            f"rollout.engine.python: {python} does not tell the NCCL of its torch: {told.broken}"
+        )
+    return told
 
 
 def tls_arguments(tls: TLSConfig | None) -> dict[str, str]:

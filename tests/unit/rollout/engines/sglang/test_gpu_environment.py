@@ -11,7 +11,7 @@ import pytest
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.interpreters import ask as interpreters
 from rlcore.interpreters.ask import cuda_toolkit
-from rollout.engines.sglang.gpu_environment import gpu_environment
+from rollout.engines.sglang.server_process import gpu_environment
 
 TOOLKIT = {"CUDA_HOME": "/opt/cuda", "PATH": "/usr/bin"}
 GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"

@@ -22,8 +22,7 @@ from rlcore.interpreters import ask as interpreters
 from rlcore.interpreters import probe as interpreter_probe
 from rollout.engines.factories import Keys
 from rollout.engines.sglang import server_process
-from rollout.engines.sglang.nccl_version import check_nccl
-from rollout.engines.sglang.server_process import ManagedServer
+from rollout.engines.sglang.server_process import ManagedServer, check_nccl
 
 
 def interpreter(path: Path, body: str) -> str:
