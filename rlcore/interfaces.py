@@ -316,13 +316,13 @@ class Orders:
     Attributes:
         transport: whose `BucketSender` the ranks use.
         ranks: `BucketSender.open` of each rank that sends gets its value; JSON-able.
-        meets: the ranks answer that, and the engines meet them there.
+        joins: the ranks answer with a rendezvous, where the engines join them.
         gathers: the engines take what `BucketSender.pack` of all these ranks returns.
     """
 
     transport: str
     ranks: Mapping[int, Any]
-    meets: bool = False
+    joins: bool = False
     gathers: bool = False
 
 
@@ -330,7 +330,7 @@ class BucketSender:
     """The part of one rank in the publications by one transport; here, one that does nothing."""
 
     def open(self, order: Any, buckets: Sequence[Bucket]) -> Any:
-        """Begin a publication. Returns where this rank meets engines, JSON-able."""
+        """Begin a publication. Returns its rendezvous with engines, JSON-able."""
 
     def enter(self, answers: Mapping[int, Any]) -> None:
         """Meet the ranks that this one helps; `answers` is what `open` returned on each rank."""

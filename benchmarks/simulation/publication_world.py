@@ -207,7 +207,7 @@ class World:
             rank: [Order(**one) for one in order["engines"]]
             for rank, order in ordered.ranks.items()
         }
-        await publication.meet(
+        await publication.join(
             {
                 rank: {one.engine: asdict(_address(one.engine)) for one in order}
                 for rank, order in orders.items()

@@ -107,24 +107,24 @@ class SenderRanks:
         if self._sends:
             self._answers[0] = self._sender.open(orders.ranks[0], buckets)
         others = {rank: order for rank, order in orders.ranks.items() if rank}
-        if orders.meets and not others:
-            calls("meet", self._answers)
-        return json.dumps([orders.transport, list(others.items()), orders.meets, orders.gathers])
+        if orders.joins and not others:
+            calls("join", self._answers)
+        return json.dumps([orders.transport, list(others.items()), orders.joins, orders.gathers])
 
     def open(
         self,
         order: str,
         buckets: Sequence[Bucket],
-        meet: Callable[[Mapping[int, Any]], str],
+        join: Callable[[Mapping[int, Any]], str],
         timeout_s: float,
     ) -> str:
-        """Begin a publication. Returns the answer of `meet` on every rank, "" where none meets.
+        """Begin a publication. Returns the answer of `join` on every rank, "" without one.
 
         Args:
             order: of `order`.
-            meet: run on rank 0, with the answers of the ranks.
+            join: run on rank 0, with the answers of the ranks.
         """
-        transport, others, meets, self._gathers = json.loads(order)
+        transport, others, joins, self._gathers = json.loads(order)
         orders = dict(others)
         self._others = [*orders]
         self._number += 1
@@ -135,23 +135,23 @@ class SenderRanks:
             if self._sends:
                 self._sender = self._sender_of(transport)
                 own = self._sender.open(orders[rank], buckets)
-        if not (meets and orders):
+        if not (joins and orders):
             return ""
-        words = self._sync.gather("where ranks meet engines", json.dumps(own), ranks=self._others)
+        words = self._sync.gather("the ranks' rendezvous", json.dumps(own), ranks=self._others)
         # the first word is rank 0's own
         self._answers |= zip(self._others, map(json.loads, words[1:]))
         said = self._sync.broadcast(
-            "the ranks' rendezvous", lambda: json.dumps(list(self._answers.items()))
+            "every rank's rendezvous", lambda: json.dumps(list(self._answers.items()))
         )
         if self._sends:
             self._sender.enter(dict(json.loads(said)))
         return self._sync.broadcast(
-            "meeting the engines", lambda: meet(self._answers), timeout_s=timeout_s
+            "joining the engines", lambda: join(self._answers), timeout_s=timeout_s
         )
 
-    def meet(self, answers: Mapping[int, Any]) -> None:
-        """Have the engines meet the ranks (rank 0)."""
-        on_rank0(self._calls)("meet", answers)
+    def join(self, answers: Mapping[int, Any]) -> None:
+        """Have the engines join the groups of the ranks (rank 0)."""
+        on_rank0(self._calls)("join", answers)
 
     def send(self, bucket: Bucket, flat: Tensor | None) -> bool:
         """Take this rank's part in a bucket. Returns whether it has one."""

@@ -95,10 +95,10 @@ class WeightPublisher:
         if not opened.startswith(OPEN):
             return opened
         order = opened.removeprefix(OPEN)
-        met = self.ranks.open(order, buckets, self._meet, self.timeout_s)
-        if met not in ("", OPEN):
+        joined = self.ranks.open(order, buckets, self._join, self.timeout_s)
+        if joined not in ("", OPEN):
             self.ranks.end(done=False)
-            return met
+            return joined
         began = now()
         for bucket, flat in self.backend.export_buckets(everywhere=self.ranks.everywhere):
             began = self._record(f"gathering bucket {bucket.index}", began)
@@ -125,9 +125,9 @@ class WeightPublisher:
         except RlcoreError as error:
             return self._cancel(error)
 
-    def _meet(self, answers: Mapping[int, Any]) -> str:
+    def _join(self, answers: Mapping[int, Any]) -> str:
         try:
-            self.ranks.meet(answers)
+            self.ranks.join(answers)
         except RlcoreError as error:
             return self._cancel(error)
         return OPEN

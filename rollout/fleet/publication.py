@@ -91,14 +91,14 @@ class WeightPublication:
         self._record_stage(f"transport {self._transport.name}: open")
         return self._transport.orders()
 
-    async def meet(self, answers: Mapping[int, Any]) -> None:
-        """Have the engines meet the ranks.
+    async def join(self, answers: Mapping[int, Any]) -> None:
+        """Have the engines join the groups of the ranks.
 
         Args:
             answers: what these returned from `BucketSender.open`.
         """
         await self._all_or_again(
-            self._chosen.meet(answers), "the trainer's ranks were not met by all engines"
+            self._chosen.join(answers), "the trainer's ranks were not met by all engines"
         )
 
     async def send(self, index: int, packed: Mapping[int, Any]) -> None:

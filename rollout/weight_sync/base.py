@@ -6,7 +6,7 @@ once for a run. The methods of the engines' half run one at a time, in this orde
 
     open(engines, buckets)  once a transaction; every engine is paused and has its update open
     orders()                the parts of the ranks
-    meet(answers)           if the orders say so: the ranks have opened a rendezvous for engines
+    join(answers)           if the orders say so: the ranks have opened a rendezvous for engines
     send(index, packed)     for each bucket, always in the same order, as the ranks begin to send it
     stop()                  after a failure: what the ranks still send
     complete(result)        returns when every engine holds all buckets; `end_update` comes next
@@ -70,8 +70,8 @@ class Transport(ABC):
         """Return the parts of the trainer's ranks: by default rank 0 alone sends."""
         return Orders(self.name, {0: None})
 
-    async def meet(self, answers: Mapping[int, Any]) -> Failures:
-        """Have engines meet the ranks that serve them.
+    async def join(self, answers: Mapping[int, Any]) -> Failures:
+        """Have engines join the groups of the ranks that serve them.
 
         Args:
             answers: what these ranks returned from `BucketSender.open`.

@@ -124,14 +124,14 @@ class DistributedTransport(Transport):
             for rank, engines in served.items()
         }
         orders[0]["digests"] = [*self._digests.values()]
-        return Orders(self.name, orders, meets=True)
+        return Orders(self.name, orders, joins=True)
 
-    async def meet(self, answers: Mapping[int, Any]) -> Failures:
+    async def join(self, answers: Mapping[int, Any]) -> Failures:
         """Have engines enter the groups that ranks have opened for them.
 
         An engine that does not get there is served by rank 0 from then on.
         """
-        failed = await self._on_links(lambda link: link.meet(answers))
+        failed = await self._on_links(lambda link: link.join(answers))
         for engine in failed:
             if self._links.pop(engine).served.sender:
                 self._assignment.leave_to_rank0(engine)

@@ -50,20 +50,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where and how a group meets; JSON-able through `dataclasses.asdict`."""
+    """The rendezvous of a group; JSON-able through `dataclasses.asdict`."""
 
     host: str
     port: int
     world_size: int
     backend: Backend
-    timeout_s: float  # for the meeting, and for each broadcast
+    timeout_s: float  # for the rendezvous, and for each broadcast
     name: str = "weights"  # SGLang makes no second group of a name, even after the trainer died
 
 
-def close_late(meeting: Future[WeightGroup]) -> None:
+def close_late(joining: Future[WeightGroup]) -> None:
     """Close a group that came together after it was given up."""
-    if meeting.exception() is None:
-        meeting.result().close()
+    if joining.exception() is None:
+        joining.result().close()
 
 
 def start_thread(work: Callable[[], T], device: torch.device) -> Future[T]:

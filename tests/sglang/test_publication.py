@@ -245,8 +245,8 @@ def test_calls_that_come_in_another_order_than_the_buckets_wait_for_their_turn(
         assert await transport.open([engine], buckets) == {}
         sender = GroupSender(torch.device("cpu"), 60.0)
         answers = {0: sender.open(transport.orders().ranks[0], buckets)}
-        assert await transport.meet(answers) == {}
-        sender._end_meetings()
+        assert await transport.join(answers) == {}
+        sender._end_joining()
         group = sender._groups[engine.name]
         calls = []
         for bucket in reversed(buckets):

@@ -103,6 +103,9 @@ class ServiceHost:
         found = await asyncio.to_thread(self._method(self.service, method), *arguments)
         if method == "restore":
             RECORDER.begin(self.service.ledger.last_step)
+        # the last step has no rollouts behind it
+        if method == "published":
+            RECORDER.flush(arguments[0])
         return found
 
     async def next_step(self, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:

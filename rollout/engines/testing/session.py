@@ -193,8 +193,8 @@ class Session:
         await self._took("opening the transport", self._transport.open([self.engine], brought))
         orders = self._transport.orders()
         answers = {0: await asyncio.to_thread(self._sender.open, orders.ranks[0], brought)}
-        if orders.meets:
-            await self._took("meeting the trainer", self._transport.meet(answers))
+        if orders.joins:
+            await self._took("joining the trainer", self._transport.join(answers))
         for bucket in brought:
             await self._took(f"receiving bucket {bucket.index}", self._send(bucket))
         if count == len(self.buckets):

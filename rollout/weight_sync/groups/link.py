@@ -67,7 +67,7 @@ class EngineLink:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine was not started again. The ranks say in `meet` whether they were."""
+        """Whether the engine was not started again. The ranks say in `join` whether they were."""
         return self.engine.in_group is not None
 
     def order(self) -> Order:
@@ -79,7 +79,7 @@ class EngineLink:
             engine.name, engine.url, engine.group_ranks, self.backend, engine.in_group, trainer
         )
 
-    async def meet(self, answers: Mapping[int, Any]) -> str | None:
+    async def join(self, answers: Mapping[int, Any]) -> str | None:
         """Have the engine enter the group that its sender has opened.
 
         Args:
@@ -96,8 +96,8 @@ class EngineLink:
             return None
         rank = 1 + len(self.served.helpers)
         limit = min(self._timeout_s, GROUP_JOIN_S)
-        met = await ask([engine], "join_group", lambda e: e.join_group(address, rank), limit)
-        return met.failed.get(engine)
+        answers_of = await ask([engine], "join_group", lambda e: e.join_group(address, rank), limit)
+        return answers_of.failed.get(engine)
 
     # --- buckets ----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class EngineLink:
 
 
 def read_address(answers: Mapping[int, Any], rank: int, engine: str) -> GroupAddress | str | None:
-    """Read where a rank meets an engine.
+    """Read the rendezvous of a rank and an engine.
 
     Args:
         answers: what `GroupSender.open` returned on each rank.

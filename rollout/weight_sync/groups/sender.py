@@ -1,10 +1,10 @@
 """A rank of the trainer that sends weights to engines over process groups, or helps one that does.
 
-It meets the engines that it is ordered to serve, and sends. A hung engine blocks it only until the
-publication has failed. A rank that helps (assignment.py) is in the group of another sender and an
-engine. It waits for each bucket as the sender does: on a GPU, a rank ahead of the sender would
-queue the trainer's next broadcast in front of this one, and the sender would wait for this one
-before it joins that.
+It makes a group with each engine that it is ordered to serve, and sends. A hung engine blocks it
+only until the publication has failed. A rank that helps (assignment.py) is in the group of another
+sender and an engine. It waits for each bucket as the sender does: on a GPU, a rank ahead of the
+sender would queue the trainer's next broadcast in front of this one, and the sender would wait for
+this one before it takes part in that.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class GroupSender(BucketSender):
         self._device = device
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}  # by engine
-        self._meetings: dict[str, Future[WeightGroup]] = {}
+        self._joining: dict[str, Future[WeightGroup]] = {}
         # in the current publication
         self._orders: list[Order] = []
         self._digests: list[Digest] = []
         self._sent: dict[str, int] = {}  # by engine, the newest bucket that was begun
 
     def open(self, order: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
-        """Begin a publication. Returns by engine where this rank meets it; see `read_address`.
+        """Begin a publication. Returns the rendezvous with each engine; see `read_address`.
 
         Args:
             order: of `DistributedTransport.orders`.
@@ -68,7 +68,7 @@ class GroupSender(BucketSender):
         self._orders = [Order(**one) for one in order["engines"]]
         self._digests = [Digest(one) for one in order["digests"]]
         self._sent = {}
-        self._leave_meetings()  # of a publication that went no further
+        self._leave_joining()  # of a publication that went no further
         for engine in self._groups.keys() - order["known"]:
             self._drop(engine)
         return {one.engine: self._open(one) for one in self._orders}
@@ -87,12 +87,12 @@ class GroupSender(BucketSender):
             )
         except (OSError, dist.DistError) as error:  # recovery: without this engine, by the caller
             return str(error)
-        self._meet(order, address, store)
+        self._join(order, address, store)
         return asdict(address)
 
-    def _meet(self, order: Order, address: GroupAddress, store: dist.Store | None) -> None:
+    def _join(self, order: Order, address: GroupAddress, store: dist.Store | None) -> None:
         """Wait in a thread for the others of a group."""
-        self._meetings[order.engine] = start_thread(
+        self._joining[order.engine] = start_thread(
             lambda: WeightGroup(address, order.rank, device=self._device, store=store),
             self._device,
         )
@@ -103,7 +103,7 @@ class GroupSender(BucketSender):
             address = read_address(answers, order.trainer[0], order.engine)
             if order.rank and isinstance(address, GroupAddress):
                 self._drop(order.engine)
-                self._meet(order, address, None)
+                self._join(order, address, None)
 
     def send(self, bucket: Bucket, flat: Tensor, stopped: Callable[[], Any]) -> None:
         """Send the bucket to the engines that this rank serves, or pass it on.
@@ -114,7 +114,7 @@ class GroupSender(BucketSender):
         orders = [order for order in self._orders if order.is_sent(bucket, before)]
         if before is not None and not orders:
             return
-        self._end_meetings()
+        self._end_joining()
         if orders and all(order.backend == "gloo" for order in orders):
             flat = flat.cpu()  # copied once for all
         began = time.monotonic()
@@ -155,20 +155,20 @@ class GroupSender(BucketSender):
         """Return the digests of what was sent, by their orders."""
         return {digest.order: digest.read() for digest in self._digests}
 
-    def _end_meetings(self) -> None:
+    def _end_joining(self) -> None:
         """Take the groups that have come together: the engines have said so."""
-        for engine, meeting in self._meetings.items():
+        for engine, joining in self._joining.items():
             try:
-                self._groups[engine] = meeting.result(min(self._timeout_s, GROUP_JOIN_S))
+                self._groups[engine] = joining.result(min(self._timeout_s, GROUP_JOIN_S))
             except (RunFailed, TimeoutError) as error:
-                meeting.add_done_callback(close_late)
+                joining.add_done_callback(close_late)
                 self._fail(engine, str(error))
-        self._meetings = {}
+        self._joining = {}
 
-    def _leave_meetings(self) -> None:
-        for meeting in self._meetings.values():
-            meeting.add_done_callback(close_late)
-        self._meetings = {}
+    def _leave_joining(self) -> None:
+        for joining in self._joining.values():
+            joining.add_done_callback(close_late)
+        self._joining = {}
 
     def _fail(self, engine: str, why: str) -> None:
         """Recovery: the engine fails too, and the publication goes on without it."""
@@ -191,10 +191,10 @@ class GroupSender(BucketSender):
             sent = self._sent.get(order.engine, -1)
             if len(order.trainer) > 1 or sent != (stopped or {}).get(order.engine, -1):
                 self._drop(order.engine)
-        self._leave_meetings()
+        self._leave_joining()
 
     def close(self) -> None:
         """Close the connections."""
         for engine in [*self._groups]:
             self._drop(engine)
-        self._leave_meetings()
+        self._leave_joining()

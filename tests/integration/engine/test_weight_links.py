@@ -41,9 +41,9 @@ class Publication:
         if failed := await self.transport.open(engines, buckets):
             return failed
         order = self.transport.orders().ranks[0]
-        failed = await self.transport.meet({0: self.sender.open(order, buckets)})
+        failed = await self.transport.join({0: self.sender.open(order, buckets)})
         if not failed:
-            await asyncio.to_thread(self.sender._end_meetings)
+            await asyncio.to_thread(self.sender._end_joining)
         return failed
 
     async def send(self, bucket, model):

@@ -147,27 +147,27 @@ SENT = [f"{bucket.index}: {bucket.index}" for bucket in BUCKETS]
 
 
 def test_each_rank_does_what_it_is_ordered(tmp_path: Path) -> None:
-    world = World(tmp_path, meets=True)
+    world = World(tmp_path, joins=True)
     for _ in range(2):
         assert world.attempt() == DONE
         assert [rank.gpu for rank in world.engines.given["open"][1]] == [
             f"GPU-{rank}" for rank in range(RANKS)
         ]
-        assert world.engines.given["meet"] == (ANSWERS,)
+        assert world.engines.given["join"] == (ANSWERS,)
         assert world.engines.given["finish"][1] == "digests"
         assert world.done() == {rank: [order, *SENT, "done"] for rank, order in ORDERS.items()}
 
 
 def test_what_rank_0_is_ordered_is_not_in_the_store(tmp_path: Path) -> None:
     """It has the keys of digests."""
-    world = World(tmp_path, meets=True)
+    world = World(tmp_path, joins=True)
     order = world.publishers[0].ranks.order(BUCKETS, only_stale=False)
     assert "serve a" in order
     assert "digest" not in order
 
 
 def test_ranks_that_send_hear_of_a_failure(tmp_path: Path) -> None:
-    world = World(tmp_path, meets=True)
+    world = World(tmp_path, joins=True)
     assert world.attempt(fails="send") == AGAIN
     assert world.done() == {
         rank: [order, *SENT, f"stopped: {STOP}"] for rank, order in ORDERS.items()
@@ -176,8 +176,8 @@ def test_ranks_that_send_hear_of_a_failure(tmp_path: Path) -> None:
 
 
 def test_nothing_is_sent_where_an_engine_did_not_meet_its_rank(tmp_path: Path) -> None:
-    world = World(tmp_path, meets=True)
-    assert world.attempt(fails="meet") == AGAIN
+    world = World(tmp_path, joins=True)
+    assert world.attempt(fails="join") == AGAIN
     assert world.done() == {rank: [order, "stopped: None"] for rank, order in ORDERS.items()}
 
 

@@ -21,7 +21,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
     transport._assignment.served = dict.fromkeys(engines, Served(1))
     assert asyncio.run(transport.open(engines, ())) == {}
     orders = transport.orders()
-    assert orders.meets
+    assert orders.joins
     own = orders.ranks[1]
     assert (own["digests"], own["known"]) == ([], [f"engine-{i}" for i in range(3)])
     assert own["engines"] == [
@@ -88,7 +88,7 @@ def test_an_engine_that_does_not_reach_its_rank_goes_to_rank_0() -> None:
     transport.ranks = [RankAddress("a"), RankAddress("b")]
     transport._assignment.served = {engine: Served(1)}
     asyncio.run(transport.open([engine], ()))
-    failed = asyncio.run(transport.meet({1: {"engine-0": "no route to host"}}))
+    failed = asyncio.run(transport.join({1: {"engine-0": "no route to host"}}))
     assert list(failed) == [engine]
     assert transport._assignment.served == {engine: Served(0)}
     assert transport._links == {}

@@ -122,8 +122,8 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
     sender = GroupSender(CUDA, 5.0)
     assert asyncio.run(transport.open([engine], [BUCKET])) == {}
     answers = {0: sender.open(transport.orders().ranks[0], [BUCKET])}
-    assert asyncio.run(transport.meet(answers)) == {}
-    sender._end_meetings()
+    assert asyncio.run(transport.join(answers)) == {}
+    sender._end_joining()
     [(address, rank)] = engine.joined
     assert made == [address]
     assert (address.backend, address.world_size, rank) == ("nccl", 3, 1)

@@ -16,7 +16,7 @@ NO_GROUP = "it has no group"
 def test_an_engine_whose_rank_does_not_reach_it_is_out() -> None:
     engine = Engine()
     link = EngineLink(engine, "gloo", Served(3), 60.0)
-    why = asyncio.run(link.meet({3: {"engine-0": "no route to host"}}))
+    why = asyncio.run(link.join({3: {"engine-0": "no route to host"}}))
     assert why == "engine engine-0 cannot be met by rank 3: no route to host"
     assert engine.joined == []
 
@@ -25,10 +25,10 @@ def test_the_engine_enters_the_group_of_its_rank_behind_it() -> None:
     engine = Engine()
     link = EngineLink(engine, "gloo", Served(3), 60.0)
     assert not link.is_whole
-    assert asyncio.run(link.meet({3: {"engine-0": ADDRESS}})) is None
+    assert asyncio.run(link.join({3: {"engine-0": ADDRESS}})) is None
     assert engine.joined == [(GroupAddress(**ADDRESS), 1)]  # type: ignore[arg-type]
     assert link.is_whole
-    assert asyncio.run(link.meet({3: {"engine-0": None}})) is None, "the last one is whole"
+    assert asyncio.run(link.join({3: {"engine-0": None}})) is None, "the last one is whole"
     assert len(engine.joined) == 1
 
 
@@ -36,11 +36,11 @@ def test_the_engine_comes_behind_the_ranks_that_help() -> None:
     engine = Engine()
     link = EngineLink(engine, "gloo", Served(3, (4, 0)), 60.0)
     new = {3: {"engine-0": ADDRESS}, 4: {"engine-0": NO_GROUP}, 0: {"engine-0": NO_GROUP}}
-    assert asyncio.run(link.meet(new)) is None
+    assert asyncio.run(link.join(new)) is None
     assert engine.joined == [(GroupAddress(**ADDRESS), 3)]  # type: ignore[arg-type]
     whole = {rank: {"engine-0": None} for rank in (3, 4, 0)}
-    assert asyncio.run(link.meet(whole)) is None
+    assert asyncio.run(link.join(whole)) is None
     for rank in (4, 0):
-        left = asyncio.run(link.meet(whole | {rank: {"engine-0": NO_GROUP}}))
+        left = asyncio.run(link.join(whole | {rank: {"engine-0": NO_GROUP}}))
         assert left == f"engine engine-0 is in a group that rank {rank} has left"
     assert len(engine.joined) == 1

@@ -160,20 +160,20 @@ def test_a_rank_enters_the_group_of_the_one_that_it_helps(monkeypatch: pytest.Mo
     helper.open(orders(helping), [])
     helper.enter({1: {"engine-0": "no route to host"}})
     helper.enter({1: {"engine-0": None}})
-    assert helper._meetings == {}
+    assert helper._joining == {}
     answers = {1: {"engine-0": ADDRESS}}
     helper.enter(answers)
-    helper._end_meetings()
+    helper._end_joining()
     [made] = Group.made
     assert (made.address, made.rank) == (GroupAddress(**ADDRESS), 1)  # type: ignore[arg-type]
     helper.enter(answers)  # the sender has opened another one
     assert helper._groups == {}
     assert not made.is_open, "the old group was closed first"
-    helper._end_meetings()
+    helper._end_joining()
     assert len(Group.made) == 2
     helper._orders = [sending]
     helper.enter({1: {"engine-1": ADDRESS}})
-    assert helper._meetings == {}
+    assert helper._joining == {}
     again = replace(helping, group=ADDRESS["name"])
     assert helper.open(orders(again), []) == {"engine-0": None}
 
@@ -212,7 +212,7 @@ def test_after_a_failure_the_groups_stay_whose_engines_received_all_that_was_sen
     ]
     sender.send(FOURTH, FLAT, lambda: None)
     meeting = WorkThread(CPU).start(lambda: group(lambda: None, lambda: closed.append("late")))
-    sender._meetings = {"late": meeting}
+    sender._joining = {"late": meeting}
     sender.end(done=False, stopped={"whole": 4, "uncalled": 3, "helped": 4})
     assert set(sender._groups) == {"whole", "absent"}
     meeting.result(20)

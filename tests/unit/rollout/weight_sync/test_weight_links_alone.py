@@ -124,11 +124,11 @@ def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
     sender = GroupSender(CPU, 5.0)
     order = replace(order_for("engine-0"), url="http://127.0.0.1:1", trainer=(0,))
     given = {"engines": [asdict(order)], "digests": [], "known": ["engine-0"]}
-    for ends in (sender._end_meetings, sender._leave_meetings):
+    for ends in (sender._end_joining, sender._leave_joining):
         go_on.clear()
         late.clear()
         sender.open(given, [])
-        [meeting] = sender._meetings.values()
+        [meeting] = sender._joining.values()
         ends()
         assert sender._groups == {}
         go_on.set()
