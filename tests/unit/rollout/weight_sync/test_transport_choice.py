@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
-import inspect
-import io
 import pickle
 
 import pytest
 import torch
-from torch.multiprocessing import reductions
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
@@ -79,20 +76,3 @@ def test_a_body_of_bytes_holds_the_tensors_and_no_more_than_them():
         )
         assert meta.numel == meta.end_idx - meta.start_idx
         assert torch.equal(got, tensors[meta.name])
-
-
-def test_a_handle_says_which_gpu_by_its_identity(monkeypatch):
-    """What torch would send of a tensor on CUDA, with the number of the device in its place."""
-    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert names[tensor.DEVICE] == "storage_device"
-    told = tuple(range(len(names)))
-    monkeypatch.setattr(
-        reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, told)
-    )
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "GPU-7"})
-    )
-    rebuild, arguments = tensor.HandlePickler(io.BytesIO()).reducer_override(torch.zeros(2))
-    assert rebuild is reductions.rebuild_cuda_tensor
-    assert arguments == (*told[:6], "GPU-7", *told[7:])
-    assert tensor.HandlePickler.reducer_override(None, "text") is NotImplemented

@@ -133,8 +133,10 @@ def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
         assert sender._groups == {}
         go_on.set()
         meeting.result(20)
-        while not late:
+        deadline = time.monotonic() + 20
+        while not late and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert late == ["closed"]
 
 
 def test_a_rank_that_finds_no_way_to_an_engine_says_why() -> None:
