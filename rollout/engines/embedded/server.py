@@ -11,7 +11,6 @@ free port without a race.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hmac
 import logging
 import os
@@ -29,6 +28,7 @@ from aiohttp import web
 from torch import Tensor
 
 from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_body
+from rlcore.boundary.process_tree import die_with_parent
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
@@ -41,7 +41,6 @@ from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_ide
 
 MAX_BODY = 1 << 30
 PARENT_POLL_S = 0.5
-PR_SET_PDEATHSIG = 1
 STATUS: dict[type[RlcoreError], int] = {
     UserError: 400,
     ModelError: 400,
@@ -233,8 +232,7 @@ def reply(body: Any, status: int = 200) -> web.Response:
 
 def follow_parent(pid: int) -> None:
     """End with the parent: by a signal of the kernel on Linux, and by polling everywhere."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
     def watch() -> None:
         while os.getppid() == pid:
