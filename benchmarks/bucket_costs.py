@@ -54,7 +54,7 @@ class Costs:
         self._version = 0
 
     def measure(self, tensors: int, *, ahead: bool) -> tuple[int, float, float]:
-        """Return the buckets, the seconds of one, and rank 0's CPU seconds of one."""
+        """Return the buckets, and of one the seconds and the CPU seconds of the engines' loop."""
         self._engine.queues_buckets = ahead
         buckets = cut(self._weights, tensors)
         flats = [flatten(bucket, self._weights) for bucket in buckets]
@@ -90,7 +90,7 @@ def main() -> None:
         served = server_kit.launch(server_kit.managed(folder / "model", folder / "server.log"))
         costs = Costs(served, folder)
         try:
-            print("| tensors a bucket | buckets | one call at once | two | rank 0's loop |")
+            print("| tensors a bucket | buckets | one call at once | two | the engines' loop |")
             print("|---|---:|---:|---:|---:|")
             for tensors in given.tensors:
                 costs.measure(tensors, ahead=True)  # not counted: connections are made

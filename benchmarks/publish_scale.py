@@ -5,8 +5,8 @@ rest is simulation/publication_world.py: the code of a run chooses the ranks tha
 engines; network cards, NVLink, servers and the way of a call are simulated.
 
 `wire` is the least time in which the bytes can pass: through the cards of an engine, one a GPU, or
-through those of all ranks. What a bucket costs a server beside its bytes, and a call rank 0, was
-measured on a CPU by bucket_costs.py and can be given.
+through those of all ranks. What a bucket costs a server beside its bytes, and a call the service,
+was measured on a CPU by bucket_costs.py and can be given.
 """
 
 from __future__ import annotations
