@@ -102,7 +102,7 @@ def test_when_none_can_be_started_again_what_was_trained_is_kept(workspace: Work
     marker = workspace.folder / "killed for good"
     killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {marker}}}"
     run = workspace.train(
-        "colocated lost", *LEARNING, COLOCATED, "rollout.engine.in_process=false",
+        "colocated lost", *LEARNING, COLOCATED, "rollout.service=process",
         f"algorithm.estimator={killer}", "rollout.engine.restart.limit=0",
     )  # fmt: skip
     assert run.code == 1
@@ -119,7 +119,7 @@ def test_two_ranks_and_an_engine_of_its_own(workspace: Workspace, rank_runs: Ran
         workspace.heldout,
         "policy.parallel.tensor=2",
         "policy.parallel.sequence=true",
-        "rollout.engine.in_process=false",
+        "rollout.service=process",
     )
     apart = rank_runs.train("colocated-ranks-apart", *PPO, *layout)
     colocated = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)

@@ -16,7 +16,7 @@ with importing_megatron():
 PPO = (
     *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01",
     "algorithm.minibatches=2", "critic.optimizer.lr=1e-3", "checkpoint.every=3",
-    "rollout.engine.in_process=true",
+    "rollout.service=in_process",
 )  # fmt: skip
 CONTEXT = ("policy.parallel.context=2",)
 TIMES = ("time/", "perf/", "publish/")
