@@ -1,15 +1,19 @@
-"""The service's process answers the calls of a publication on the loop that has the engines."""
+"""The rollout service in its process: who is answered meanwhile, and what a hang leaves."""
 
 from __future__ import annotations
 
 import asyncio
-import logging.handlers
+import faulthandler
+import threading
+import time
+from collections.abc import Callable, Iterator
+from logging.handlers import MemoryHandler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlcore.config import Config
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.interfaces import Orders, RankAddress
 from rlcore.launch.service import frames
@@ -17,6 +21,24 @@ from rlcore.launch.service import host as host_module
 from rlcore.launch.service.frames import Begin
 from rlcore.launch.service.host import ServiceHost
 from rollout.asyncio_utils import LoopThread
+from tests.configs import small_config
+
+
+class Rollouts:
+    """A stub of `RolloutService` whose state takes long to encode."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.fleet = SimpleNamespace(engines=[])
+        self.handed_over: list[int] = []
+        self.may_encode = threading.Event()
+
+    def next_step(self, step: int) -> int:
+        self.handed_over.append(step)
+        return step
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"encoded": self.may_encode.wait(60)}
 
 
 class Publication:
@@ -31,14 +53,61 @@ class Publication:
         raise PublicationFailed(f"bucket {index} was not taken")
 
 
-def test_a_publication_runs_beside_the_engines() -> None:
-    config = Config.model_validate(
-        {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"paths": ["d"]},
-         "training": {"steps": 1}}
-    )  # fmt: skip
-    thread = LoopThread("rollout")
-    host = ServiceHost(Begin(config, False, False, [], "."), logging.handlers.MemoryHandler(1))
-    service: Any = SimpleNamespace(publication=Publication(thread.loop), loop=thread.loop)
+@pytest.fixture
+def rollouts() -> Iterator[Rollouts]:
+    thread = LoopThread("rollouts")
+    yield Rollouts(thread.loop)
+    thread.close()
+
+
+@pytest.fixture
+def host(rollouts: Rollouts, tmp_path: Path) -> Iterator[ServiceHost]:
+    config = small_config(cluster={"heartbeat_timeout_s": 0.6})
+    begin = Begin(config, greedy_baseline=False, again=False, path=(), folder=str(tmp_path))
+    made = ServiceHost(begin, MemoryHandler(1))
+    made._service = rollouts  # type: ignore[assignment]
+    yield made
+    faulthandler.cancel_dump_traceback_later()
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    while not reached():
+        await asyncio.sleep(0.01)
+
+
+def test_others_are_answered_while_a_hand_over_is_encoded(
+    host: ServiceHost, rollouts: Rollouts
+) -> None:
+    async def main() -> None:
+        stepping = asyncio.ensure_future(host.next_step(1))
+        await until(lambda: bool(rollouts.handed_over))
+        await asyncio.wait_for(host.beat(), 30)
+        assert not stepping.done()
+        rollouts.may_encode.set()
+        assert await stepping == (1, {"encoded": True})
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_process_that_hangs_writes_where_it_stands(
+    host: ServiceHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> None:
+        time.sleep(1.5)
+
+    path = tmp_path / "service.log"
+    with path.open("wb") as log:
+        monkeypatch.setattr(host_module, "STDERR", log.fileno())
+        for _ in range(3):
+            asyncio.run(host.beat())
+            time.sleep(0.01)
+        hang()
+        faulthandler.cancel_dump_traceback_later()
+    assert path.read_text().count(" in hang\n") == 1
+
+
+def test_a_publication_runs_beside_the_engines(host: ServiceHost, rollouts: Rollouts) -> None:
+    service: Any = SimpleNamespace(publication=Publication(rollouts.loop), loop=rollouts.loop)
     host._service = service
     ranks = [RankAddress("here", "GPU-a", "0"), RankAddress("there")]
 
@@ -53,20 +122,14 @@ def test_a_publication_runs_beside_the_engines() -> None:
             await host.publication("nonsense")
 
     asyncio.run(calls())
-    thread.close()
 
 
 def test_the_publication_of_the_last_step_is_in_the_timeline(
-    monkeypatch: pytest.MonkeyPatch,
+    host: ServiceHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rollouts come behind it, with which it would be written."""
-    config = Config.model_validate(
-        {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"paths": ["d"]},
-         "training": {"steps": 1}}
-    )  # fmt: skip
     flushed: list[int] = []
     monkeypatch.setattr(host_module.RECORDER, "flush", flushed.append)
-    host = ServiceHost(Begin(config, False, False, [], "."), logging.handlers.MemoryHandler(1))
     service: Any = SimpleNamespace(published=lambda *_: None)
     host._service = service
     asyncio.run(host.source("published", 4, 5, 0))
