@@ -98,6 +98,15 @@ def test_a_curriculum_that_raises_or_exits_fails_the_run_by_its_place(error: Bas
         weigh(curriculum, history_of(3))
 
 
+def test_a_curriculum_cannot_change_what_it_is_shown() -> None:
+    def curriculum(history: PromptHistory) -> np.ndarray[Any, Any]:
+        history.right[:] = 1
+        return np.ones(len(history))
+
+    with pytest.raises(RunFailed, match="ValueError: assignment destination is read-only"):
+        weigh(curriculum, history_of(3))
+
+
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
