@@ -48,6 +48,8 @@ def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves() -> None:
     """NCCL makes no group of two ranks on one GPU."""
 
     class OnGPU(Engine):
+        digests_weights = True
+
         async def health(self) -> dict[str, Any]:
             return {"gpu": "GPU-b"}
 
@@ -57,6 +59,8 @@ def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves() -> None:
     transport._assignment.served = {engine: Served(1 + i % 2) for i, engine in enumerate(engines)}
     asyncio.run(transport.open(engines, ()))
     assert [link.backend for link in transport._links.values()] == ["gloo", "nccl", "gloo"]
+    kinds = [str(transport._order(engine)).partition(":")[0] for engine in engines]
+    assert kinds == ["xxh3", "linear", "xxh3"], "GPUs compute only the second"
 
 
 def test_an_engine_that_has_just_died_is_out_and_the_others_go_on() -> None:
