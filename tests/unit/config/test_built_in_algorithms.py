@@ -156,6 +156,11 @@ def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> N
         ), (estimator, loss)
 
 
+def test_a_plugin_is_asked_for_its_passes() -> None:
+    for algorithm in ({"estimator": {"name": "mine:Mine"}}, {"loss": {"name": "mine:Mine"}}):
+        assert built_in_passes(make_config({"algorithm": algorithm})) is None
+
+
 def test_choices_of_the_configuration_are_those_of_the_algorithms() -> None:
     for configured, offered in (
         (ConfiguredKLKind, KLKind),
