@@ -214,6 +214,17 @@ WIDE = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs.astyp
 LONG_TOKENS = each(EmbeddedEngine, lambda one: replace(one, tokens=one.tokens.astype(np.int64)))
 ONE_LOGPROB_LESS = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs[1:]))
 NO_REASON = each(EmbeddedEngine, lambda one: replace(one, finish_reason="length"))
+
+
+def without_stop_token(one: Completion) -> Completion:
+    if one.finish_reason != "stop":
+        return one
+    kept = len(one.tokens) - 1
+    spans = tuple(VersionSpan(span.version, 0, kept) for span in one.versions[:1] if kept)
+    return replace(one, tokens=one.tokens[:-1], logprobs=one.logprobs[:-1], versions=spans)
+
+
+DROPS_STOP_TOKEN = each(EmbeddedEngine, without_stop_token)
 OLD_VERSION = each(
     EmbeddedEngine,
     lambda one: replace(
@@ -241,6 +252,7 @@ NEXT_VERSION = each(
         (ONE_LOGPROB_LESS, "completions"),
         (NEXT_VERSION, "completions"),
         (NO_REASON, "finish-reasons"),
+        (DROPS_STOP_TOKEN, "completions"),
         (Forgets, "prefixes"),
         (Random, "repeatable"),
         (BlamesItself, "bad-request"),
