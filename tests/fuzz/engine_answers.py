@@ -216,7 +216,7 @@ def open_sglang() -> Iterator[Case]:
 @contextmanager
 def open_embedded() -> Iterator[Case]:
     """A `RemoteEngine` whose process's answers are broken."""
-    engine = Process(Known(), config=CONFIG, dtype="fp32", key="the-key", experts=EXPERTS)
+    engine = Process(Known(), config=CONFIG, key="the-key", experts=EXPERTS)
     loop = asyncio.new_event_loop()
 
     def case(mutator: Mutator) -> str:

@@ -67,7 +67,7 @@ async def ask_sglang(url: str) -> Any:
 async def ask_embedded(url: str) -> Any:
     """Ask as the client of an embedded engine's process does."""
     config = EngineConfig(update_timeout_s=WAIT_S / 2)
-    engine = RemoteEngine(Listening(url), config=config, dtype="fp32", key="the-key")
+    engine = RemoteEngine(Listening(url), config=config, key="the-key")
     try:
         await engine.start()
     finally:
