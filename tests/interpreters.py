@@ -9,18 +9,18 @@ seeds take turns, so that ranks which iterate over a set in different orders are
 from __future__ import annotations
 
 import ctypes
-import importlib
-import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests import fork_server
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = (
@@ -34,67 +34,27 @@ PRELOADED = (
     "rlcore.trainer.credit",
     "tests.nccl_rules",
 )
-HASH_SEEDS = (1, 2)
-POLL_S = 0.02
+HASH_SEEDS = ("1", "2")
 PR_SET_PDEATHSIG = 1
 
 
-class Parent:
-    """A process that forks others, one for each `start`; all end with this process."""
-
-    def __init__(self, hash_seed: int) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONHASHSEED": str(hash_seed),
-            "OMP_NUM_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def ask(self, **question: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(question), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"{__file__} has ended; what it said is on the terminal"
-        return json.loads(answer)
-
-
-class Forked:
+class Forked(fork_server.Forked):
     """One of the processes, to who started it."""
 
-    def __init__(self, parent: Parent, pid: int) -> None:
+    def __init__(self, parent: ForkServer, pid: int) -> None:
+        super().__init__(pid)
         self._parent = parent
-        self.pid = pid
-        self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._parent.ask(poll=self.pid)
-        return self.returncode
-
-    def wait(self, timeout: float = 60.0) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(POLL_S)
+    def exit_code(self) -> int | None:
+        code: int | None = self._parent.ask(poll=self.pid)
         return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 @cache
-def parent(number: int) -> Parent:
-    return Parent(HASH_SEEDS[number])
+def parents() -> list[ForkServer]:
+    """The processes that fork, which end with this one."""
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return [ForkServer(Path(__file__), {**common, "PYTHONHASHSEED": seed}) for seed in HASH_SEEDS]
 
 
 def start(
@@ -110,8 +70,8 @@ def start(
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-    chosen = parent(int(environment.get("RANK", "0")) % len(HASH_SEEDS))
-    return Forked(chosen, chosen.ask(
+    parent = parents()[int(environment.get("RANK", "0")) % len(HASH_SEEDS)]
+    return Forked(parent, parent.ask(
         script=str(script), arguments=list(arguments), environment=dict(environment), log=str(log)
     ))  # fmt: skip
 
@@ -142,19 +102,10 @@ def fork(job: dict[str, Any]) -> int:
 
 
 def answer(question: dict[str, Any]) -> int | None:
-    if "poll" not in question:
-        return fork(question)
-    pid, status = os.waitpid(question["poll"], os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if pid else None
-
-
-def main() -> None:
-    for module in PRELOADED:
-        importlib.import_module(module)
-    words = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=words, flush=True)
+    if "poll" in question:
+        return fork_server.Forked(question["poll"]).exit_code()
+    return fork(question)
 
 
 if __name__ == "__main__":
-    main()
+    fork_server.serve(PRELOADED, answer)

@@ -28,12 +28,16 @@ def no_large_files(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def adopt_orphans(*, adopt: bool = True) -> None:
+    """From now on, what loses its parent below this process becomes its child."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """While open, what loses its parent below this process becomes its child."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """While open, `adopt_orphans`."""
+    adopt_orphans()
     try:
         yield
     finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
+        adopt_orphans(adopt=False)

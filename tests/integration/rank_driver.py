@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.integration import fork_server
+from tests import fork_server
+from tests.fork_server import Forked
+from tests.limits import adopt_orphans
 from tests.nccl_rules import install_if_asked
 
 PRELOADED = (
@@ -37,51 +38,26 @@ PRELOADED = (
     "rollout.engines.embedded.client",
     "rollout.fleet.publication",
 )
-POLL_S = 0.02
 
 
-class Forked:
+class Rank(Forked):
     """A rank that waits for its arguments; to the supervisor it is a `subprocess.Popen`."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
-        self.pid = os.fork()
-        self.returncode: int | None = None
+        super().__init__(os.fork())
         if self.pid == 0:
             os.close(self._writer)
             given = os.fdopen(reader).readline()
             os._exit(run_rank(**json.loads(given)) if given else 0)
         os.close(reader)
 
-    def begin(self, arguments: Sequence[str], environment: dict[str, str]) -> Forked:
+    def begin(self, arguments: Sequence[str], environment: dict[str, str]) -> Rank:
         with os.fdopen(self._writer, "w") as pipe:
             pipe.write(
                 json.dumps({"arguments": list(arguments), "environment": environment}) + "\n"
             )
         return self
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("rank", timeout)
-            time.sleep(POLL_S)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
@@ -115,7 +91,7 @@ def run_job(job: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(job.get("environment", {}))
-    ranks = [Forked() for _ in range(job["ranks"])]
+    ranks = [Rank() for _ in range(job["ranks"])]
     waiting = iter(ranks)
     supervise.subprocess = _Starter(waiting)  # type: ignore[assignment, attr-defined]
     Path(job["log"] + ".pids").write_text(json.dumps([os.getpid(), *(rank.pid for rank in ranks)]))
@@ -130,33 +106,32 @@ class _Starter:
     def __init__(self, waiting: Any) -> None:
         self._waiting = waiting
 
-    def Popen(self, command: list[str], *, env: dict[str, str], start_new_session: bool) -> Forked:
+    def Popen(self, command: list[str], *, env: dict[str, str], start_new_session: bool) -> Rank:
         assert command[:3] == [sys.executable, "-m", "rlcore"]
         assert start_new_session
-        rank: Forked = next(self._waiting)
+        rank: Rank = next(self._waiting)
         return rank.begin(command[3:], env)
 
 
-def serve(job: dict[str, Any]) -> dict[str, Any]:
-    began = time.monotonic()
+def serve(given: dict[str, Any]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
-        os._exit(run_job(job))
-    ended = 0
-    status = 0
-    while not ended:
-        if time.monotonic() - began > fork_server.LIMIT_S:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        os._exit(run_job(given))
+    job = Forked(pid)
+    try:
+        job.wait(fork_server.LIMIT_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
     ended_at = time.monotonic()
     left = fork_server.orphans()
     return {
-        "code": os.waitstatus_to_exitcode(status),
+        "code": job.returncode,
         "orphans": left,
         "orphans_seconds": time.monotonic() - ended_at,
     }
 
 
 if __name__ == "__main__":
+    adopt_orphans()
     fork_server.serve(PRELOADED, serve)

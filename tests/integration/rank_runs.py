@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from rlcore.runs.metrics import read_metrics
-from tests.integration.fork_server import ForkServer
+from tests.fork_server import ForkServer
 from tests.integration.held_estimator import held
 from tests.process_facts import command_of
 

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import RlcoreError
-from tests.integration import fork_server
-from tests.limits import forbid_large_files
+from tests import fork_server
+from tests.fork_server import Forked
+from tests.limits import adopt_orphans, forbid_large_files
 from tests.ports import free_port
 
 # Every stage that a kill could leave half done: name -> (module, function in it).
@@ -245,38 +246,34 @@ def lines_in(path: str) -> int:
     return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
 
 
-def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
+def wait(pids: list[int], outside: dict[str, Any] | None) -> list[int | None]:
     """Wait for the processes and return their exit codes.
 
     `outside`: all are killed so many `seconds` after `file` has so many `lines`.
     """
     began = time.monotonic()
-    ended = dict[int, int]()
+    jobs = [Forked(pid) for pid in pids]
     due: float | None = None
-    while len(ended) < len(pids):
-        for pid in set(pids) - set(ended):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                ended[pid] = os.waitstatus_to_exitcode(status)
+    while None in [job.poll() for job in jobs]:
         if outside is not None and lines_in(outside["file"]) >= outside["lines"]:
             due = time.monotonic() + outside["seconds"]
             outside = None
         late = time.monotonic() - began > fork_server.LIMIT_S
-        struck = due is not None and time.monotonic() >= due and pids[0] not in ended
+        struck = due is not None and time.monotonic() >= due and jobs[0].returncode is None
         if late or struck:
             os.killpg(pids[0], signal.SIGKILL)
         time.sleep(POLL_S)
-    return ended
+    return [job.returncode for job in jobs]
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
-    pids = start(job)
-    ended = wait(pids, job.get("outside"))
+    codes = wait(start(job), job.get("outside"))
     seconds = time.monotonic() - began
     left = fork_server.orphans()
-    return {"codes": [ended[pid] for pid in pids], "seconds": seconds, "orphans": left}
+    return {"codes": codes, "seconds": seconds, "orphans": left}
 
 
 if __name__ == "__main__":
+    adopt_orphans()
     fork_server.serve([*PRELOADED, *(module for module, _ in POINTS.values())], serve)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.rollouts import read_rollouts
-from tests.integration.fork_server import ForkServer
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5

@@ -15,7 +15,10 @@ Extent = tuple[int, int]  # first and last address of memory, the last not inclu
 
 _HERE = os.path.dirname(__file__)
 _PROGRAMS = ("rule_", "test_")  # of the files beside this one
-_PRIVATE = ("/torch/", "contextlib.py", "threading.py", "/tests/interpreters.py", "<frozen runpy>")
+_PRIVATE = (
+    "/torch/", "contextlib.py", "threading.py", "/tests/interpreters.py", "/tests/fork_server.py",
+    "<frozen runpy>",
+)  # fmt: skip
 _CALLERS = 3  # lines of a call's place in an error
 _state = threading.local()
 
