@@ -209,7 +209,7 @@ def test_a_run_that_is_done_does_not_need_its_engines_any_more(
     assert run.lines("WARNING no engine has the weights of step 2, the last: all engines burnt")
     assert (run.result["status"], run.result["steps"]) == ("completed", 2)
     assert run.checkpoint(2).is_dir()
-    assert (run.folder / "hf" / "model.safetensors").is_file()
+    assert run.exported.is_file()
     fails_at(monkeypatch, "open", 3, NoEngineLeft("all engines burnt"))
     run = workspace.train(
         "burnt before the last evaluation", *LEARNING, "training.steps=2", workspace.heldout

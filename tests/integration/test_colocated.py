@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from rank_runs import RankRuns
-from safetensors.torch import load_file
 from workspace import LEARNING, Run, Workspace, learned
 
 from rollout.engines.embedded.engine import EmbeddedEngine
@@ -22,15 +21,11 @@ PPO = (
 )  # fmt: skip
 
 
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return load_file(run.folder / "hf" / "model.safetensors")
-
-
 def assert_same(run: Run, other: Run) -> None:
     assert len(run.metrics) > 1
     assert learned(run.metrics) == learned(other.metrics)
-    mine = weights(run)
-    others = weights(other)
+    mine = run.weights
+    others = other.weights
     assert mine.keys() == others.keys()
     assert all(torch.equal(mine[name], others[name]) for name in mine)
 
@@ -75,7 +70,7 @@ def test_it_resumes_and_is_evaluated(workspace: Workspace, apart: Run) -> None:
     resumed = workspace.train("colocated cut", *PPO, workspace.heldout, COLOCATED, "--resume")
     assert resumed.code == 0, resumed.err
     assert learned(resumed.metrics)[-1] == learned(apart.metrics)[-1]
-    assert all(torch.equal(w, weights(apart)[name]) for name, w in weights(resumed).items())
+    assert all(torch.equal(w, apart.weights[name]) for name, w in resumed.weights.items())
     scored = workspace.command("eval", str(resumed.folder / "config.yaml"), COLOCATED)
     assert scored.code == 0, scored.err
     assert scored.lines("eval/score")

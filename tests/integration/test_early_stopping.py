@@ -79,7 +79,7 @@ def test_an_early_stopped_run_is_saved(stopped: Run, workspace: Workspace) -> No
     assert stopped.rollouts(3).is_file()
     model = AutoModelForCausalLM.from_pretrained(stopped.folder / "hf")
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
-    moved = load_file(stopped.folder / "hf" / "model.safetensors")
+    moved = stopped.weights
     assert any(
         not torch.equal(moved[name], tensor)
         for name, tensor in load_file(workspace.model / "model.safetensors").items()
@@ -123,9 +123,7 @@ def test_killed_before_its_result_it_only_ends(
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "early_stopped", 3)
     assert run.result["objective_kl"] == kl[3]
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
-    assert (run.folder / "hf" / "model.safetensors").read_bytes() == (
-        stopped.folder / "hf" / "model.safetensors"
-    ).read_bytes()
+    assert run.exported.read_bytes() == stopped.exported.read_bytes()
 
 
 @pytest.mark.parametrize("switch", ["'off'", "0"])

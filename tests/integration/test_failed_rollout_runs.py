@@ -50,10 +50,6 @@ def environment(how: str, name: str = "Environment", **options: Any) -> str:
     return f"rollout.workflow={json.dumps({'name': 'env', **given})}"
 
 
-def weights(run: Run) -> bytes:
-    return (run.folder / "hf" / "model.safetensors").read_bytes()
-
-
 def check(run: Run, *, steps: int = STEPS, max_staleness: int = 0) -> None:
     """Assert that the run is complete and its ledger balances."""
     assert run.code == 0, run.err
@@ -73,7 +69,7 @@ def undisturbed(workspace: Workspace) -> bytes:
     run = workspace.train("undisturbed", *SHORT, workflow("Faulty", how="never"))
     check(run)
     assert failed(run) == 0.0
-    return weights(run)
+    return run.exported.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -95,14 +91,14 @@ def test_a_retry_in_the_middle_of_a_conversation_changes_no_bit(
     check(run)
     assert failed(run) == failed(run, f"rollout/failed_tries_{kind}") > 5
     assert failed(run, "rollout/failed_groups") == 0.0
-    assert weights(run) == undisturbed
+    assert run.exported.read_bytes() == undisturbed
 
 
 @pytest.fixture(scope="module")
 def calm(workspace: Workspace) -> bytes:
     run = workspace.train("calm environment", *SHORT, *OUTCOME, environment("never"))
     check(run)
-    return weights(run)
+    return run.exported.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +123,7 @@ def test_an_environment_that_fails_at_times(
     check(run)
     assert failed(run) == failed(run, f"rollout/failed_tries_{kind}") or not kind
     assert failed(run) > 0 or not kind
-    assert weights(run) == calm
+    assert run.exported.read_bytes() == calm
 
 
 # --- given up: another takes its place ------------------------------------------------------------
@@ -153,7 +149,7 @@ def test_a_group_that_is_given_up_is_drawn_anew_and_a_resumed_run_agrees(
     workspace.train("some fail again", *given, "training.steps=1")
     again = workspace.train("some fail again", *given, "--resume")
     check(again)
-    assert weights(again) == weights(whole)
+    assert again.exported.read_bytes() == whole.exported.read_bytes()
     said = workspace.command("ledger", str(whole.folder))
     assert said.lines("failed           2 error")
     assert said.lines("balanced")

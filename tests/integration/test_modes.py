@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-import zstandard
 from accounting_checks import samples_of
 from hf_logprobs import scores
 from safetensors.torch import load_file
@@ -47,10 +48,6 @@ class AskTwice:
         conversation.append_tokens(prompt.tokens[:1])
         await conversation.generate()
         return conversation.samples()
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +105,8 @@ def test_rollout_only_generates_and_scores_and_trains_nothing(workspace: Workspa
             name.startswith(("loss/", "policy/", "train/", "time/training")) for name in row
         )
     assert all(len(samples_of(run, step)) == 16 for step in (1, 2, 3))
-    before = weights(workspace.model)
-    after = weights(run.folder / "hf")
+    before = load_file(workspace.model / "model.safetensors")
+    after = run.weights
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
@@ -201,8 +198,8 @@ def test_a_replay_that_cannot_be_says_so(
     workspace: Workspace, trained: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "damaged.parquet").write_bytes(trained.rollouts(1).read_bytes()[:100])
-    other = tmp_path / "other.jsonl.zst"
-    other.write_bytes(zstandard.compress(b'{"prompt": "12+34="}\n'))
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"prompt": ["12+34="]}), other)
     given = f"training.replay={trained.rollouts(1)}"
     for overrides, text in (
         ([f"training.replay={tmp_path / 'none.zst'}", "training.debug=train_only"], "none.zst"),
@@ -214,7 +211,10 @@ def test_a_replay_that_cannot_be_says_so(
             [given, "training.debug=train_only", f"training.replay_from={tmp_path / 'none'}"],
             "training.replay_from",
         ),
-        ([f"training.replay={other}", "training.debug=train_only"], "something else than samples"),
+        (
+            [f"training.replay={other}", "training.debug=train_only"],
+            "other.parquet: not a readable recording",
+        ),
         ([given], "training.debug"),
         (["training.debug=train_only"], "training.replay"),
         ([f"training.replay_from={trained.folder}"], "training.replay_from"),
@@ -309,7 +309,7 @@ def test_an_export_keeps_the_models_dtype(workspace: Workspace) -> None:
     """An engine in bf16 beside a trainer in fp32: publications are rounded, exports are not."""
     run = workspace.train("bf16 engine", *LEARNING, "rollout.engine.dtype=bf16", "training.steps=1")
     assert run.code == 0, run.err
-    assert {tensor.dtype for tensor in weights(run.folder / "hf").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}
     assert run.rows[1]["rollout/train_rollout_logprob_diff"] > 1e-5
 
 

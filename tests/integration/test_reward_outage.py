@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from accounting_checks import accounting_faults, samples_of
 from json_server import answering
-from safetensors.torch import load_file
 from workspace import LEARNING, Run, Workspace
 
 from rlcore.runs.directory import RunDirectory
@@ -58,15 +57,9 @@ def train(workspace: Workspace, server: RewardServer, name: str, *arguments: str
     )  # fmt: skip
 
 
-def weights(run: Run) -> dict[str, Any]:
-    return load_file(run.folder / "hf" / "model.safetensors")
-
-
 def largest_move(one: Run, other: Run) -> float:
-    before = weights(one)
-    return max(
-        float((tensor - before[name]).abs().max()) for name, tensor in weights(other).items()
-    )
+    before = one.weights
+    return max(float((tensor - before[name]).abs().max()) for name, tensor in other.weights.items())
 
 
 def check(run: Run) -> None:

@@ -27,8 +27,7 @@ SILENCE_S = 30.0
 def assert_same(run: Run, inside: Run) -> None:
     """Metrics but for those of clocks and lost processes, and weights."""
     assert learned(run.metrics, without=OF_ENGINES) == learned(inside.metrics, without=OF_ENGINES)
-    ours, theirs = (one.folder / "hf" / "model.safetensors" for one in (run, inside))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert run.exported.read_bytes() == inside.exported.read_bytes()
 
 
 @pytest.fixture(scope="module")

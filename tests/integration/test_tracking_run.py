@@ -132,7 +132,7 @@ def test_the_final_model_is_pushed_with_a_link_to_the_tracked_run(
     assert run.code == 0, run.err
     files = hub.repos["me/addition"]
     assert hub.private is False
-    assert files["model.safetensors"] == (run.folder / "hf" / "model.safetensors").read_bytes()
+    assert files["model.safetensors"] == run.exported.read_bytes()
     card = files["README.md"].decode()
     assert f"[pushed]({URL})" in card
     assert f"| `rollout/reward` | {number(run.rows[2]['rollout/reward'])} |" in card
@@ -159,7 +159,7 @@ def test_a_failed_upload_does_not_undo_the_run(
     assert (run.code, run.result["status"]) == (0, "completed")
     assert "connection reset" in run.result["hub_error"]
     assert len(run.lines("hf upload me/addition")) == 1
-    assert (run.folder / "hf" / "model.safetensors").is_file()
+    assert run.exported.is_file()
 
 
 def test_without_a_repository_no_hub_is_asked(

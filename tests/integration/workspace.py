@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from rlcore import cli
 from rlcore.launch.commands.init_model import ModelSpec, init_model
@@ -45,6 +46,15 @@ class Run:
     def result(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.folder / "result.json").read_bytes())
         return content
+
+    @property
+    def exported(self) -> Path:
+        """The weights of its last step."""
+        return self.folder / "hf" / "model.safetensors"
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.exported)
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"step_{step:06d}"

@@ -242,11 +242,6 @@ def command(*arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr if code else done.stdout
 
 
-def weights(run: Run) -> bytes:
-    """The exported policy."""
-    return (run.folder / "hf" / "model.safetensors").read_bytes()
-
-
 def balance(run: Run, step: int) -> dict[str, int]:
     """Check the ledger against the newest checkpoint, of `step`; count its draws by state."""
     from rlcore.runs.directory import RunDirectory
@@ -263,5 +258,5 @@ def check_as_undisturbed(run: Run, local: Run) -> None:
     assert run.code == 0, run.err
     assert run.result["status"] == "completed"
     assert learned(run.metrics, without=OF_ENGINES) == learned(local.metrics, without=OF_ENGINES)
-    assert weights(run) == weights(local)
+    assert run.exported.read_bytes() == local.exported.read_bytes()
     assert balance(run, STEPS)["consumed"] == 4 * STEPS
