@@ -37,7 +37,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
          "samples": "plain.parquet"},
     ],
     2: [
-        {"name": "tp2", **HALVES, "parallel": {"tensor": 2, "sequence": True}},
+        {"name": "tp2", **HALVES, "parallel": {"tensor": 2, "sequence": True},
+         "chunk_elements": 40},
+        # the second rank has no token of the vocabulary
+        {"name": "tp2_padded", **HALVES, "parallel": {"tensor": 2}, "divisible_by": 64},
         {"name": "pp2", **HALVES, "parallel": {"pipeline": 2}},
         {"name": "cp2", **HALVES, "parallel": {"context": 2}},
         {"name": "dp2", **HALVES, "plan": "starved", "update": 0},
