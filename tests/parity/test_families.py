@@ -53,6 +53,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("losses_cp2", LATENT[0], parallel=CP2, megatron=LOSSES),
         case("losses_tp2_sp", LATENT[0], parallel=SP2, megatron=LOSSES),
     ],
+    # of experts without latent attention: test_covering.py
+    4: [
+        case(f"{LATENT[0]}-tp2_sp_cp2", LATENT[0], parallel={**SP2, **CP2}),
+        case(f"{LATENT[0]}-tp2_sp_pp2", LATENT[0], parallel={**SP2, "pipeline": 2}),
+        case(f"{LATENT[0]}-ep2_pp2", LATENT[0], "starved", parallel={"expert": 2, "pipeline": 2}),
+        case(f"{LATENT[0]}-tp2_sp_ep2", LATENT[0], "starved", parallel={**SP2, "expert": 2}),
+    ],
 }
 # One process of every family that test_parity.py and test_moe.py do not have; the others with
 # --full.
