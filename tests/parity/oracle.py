@@ -135,7 +135,9 @@ def check_gradients(
 
 def check_scores(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Log-probs and entropies, or values, are within 1e-5."""
-    for key in got.keys() & {"logprobs", "entropy", "values"}:
+    compared = got.keys() & {"logprobs", "entropy", "values"}
+    assert compared
+    for key in compared:
         torch.testing.assert_close(got[key].double(), expected[key].double(), atol=TIGHT, rtol=0)
 
 
