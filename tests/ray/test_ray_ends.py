@@ -228,3 +228,15 @@ def test_a_cluster_that_wants_a_token_says_what_to_set(
     said = driver.communicate(timeout=120)[0]
     assert driver.returncode == 2
     assert wanted in said.splitlines()[-1]
+
+
+def test_early_stopping_is_a_success(ray_runs: RayRuns) -> None:
+    stopping = (
+        "algorithm.kl.reward_kind=k3",
+        "training.early_stopping=true",
+        "training.target_kl=1e-9",
+    )
+    run = ray_runs.train("early_stopped", *TWO_RANKS, *stopping, "training.steps=50")
+    assert run.code == 0, run.err
+    assert run.result["status"] == "early_stopped"
+    assert run.result["steps"] < 50
