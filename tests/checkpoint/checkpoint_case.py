@@ -7,12 +7,10 @@ without clipping AdamW works element by element: all layouts must agree to the b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from gathered_state import gathered_states
 from optimizer_state import export_state
 from torch import nn
 
@@ -138,10 +136,7 @@ def train_and_save_or_load(
             if not (variant.get("critic_warmup") and model.saved.name == "policy"):
                 model.step(0)
                 model.step(1)
-        # "gathered" or "numbered" in checkpoints of 0.1.0
-        old = variant.get("old")
-        with gathered_states(numbered=old == "numbered") if old else nullcontext():
-            save_checkpoint(Path(job["save"]), saved, parallel)
+        save_checkpoint(Path(job["save"]), saved, parallel)
     else:
         load_checkpoint(Path(job["load"]), saved, parallel)
     for model in models:

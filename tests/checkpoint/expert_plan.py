@@ -28,11 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_distributed": {"dtype": "bf16", "distributed": True},
 }
 
-# The state of the distributed optimizer in checkpoints of 0.1.0: gathered, and before that with
-# two optimizers numbered.
-GATHERED = "gathered"
-NUMBERED = "numbered"
-
 # (variant saved, under, variant loaded, under)
 Case = tuple[str, str, str, str]
 
@@ -44,8 +39,8 @@ DEFAULT_WORLDS: Worlds = [(2, ("dp2", "ep2"), ("dp2", "ep2"))]
 DEFAULT_CASES: list[Case] = [
     ("fp32", "dp2", "fp32_distributed", "ep2"),
     ("bf16_distributed", "ep2", "bf16_distributed", "dp2"),
-    (NUMBERED, "ep2", "bf16", "dp2"),
-    (GATHERED, "dp2", "bf16_distributed", "ep2"),
+    ("bf16", "dp2", "bf16_distributed", "ep2"),
+    ("bf16_distributed", "ep2", "bf16", "dp2"),
 ]
 
 # What is saved where a rank cannot write.
@@ -77,10 +72,8 @@ FULL_CASES: list[Case] = [
     (variant, source, into, target)
     for number, (source, target) in enumerate(_FULL_PAIRS)
     for variant, into in (_KINDS[number % 4], _KINDS[4 + (number // 2 + number) % 4])
-] + [(NUMBERED, "ep2_pp2", "bf16", "one"), (NUMBERED, "ep2_pp2", "bf16_distributed", "ep2_etp1")]
+] + [("bf16_distributed", "ep2_pp2", "bf16", "one")]
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    if name in (GATHERED, NUMBERED):
-        return {**VARIANTS["bf16_distributed"], "optimizer_state": True, "old": name}
     return {**VARIANTS[name], "optimizer_state": True}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_case import Trained
-from gathered_state import gathered_states
 from peak_bytes import peak_bytes
 
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
@@ -46,20 +45,11 @@ def run(given: dict[str, Any]) -> None:
         peaks["start"] = peak_bytes(start)
         while pending[0].written() is None:
             pass
-        with gathered_states(numbered=False):
-            gather = lambda: save_checkpoint(root / "old", models, parallel)  # noqa: E731
-            peaks["gathered save"] = peak_bytes(gather)
-        for name in ("saved", "old"):
-            fresh = Trained("policy", source, VARIANT, layout, parallel)
-            load = lambda: load_checkpoint(root / name, [fresh.saved], parallel)  # noqa: E731, B023
-            peaks[f"load {name}"] = peak_bytes(load)
+        fresh = Trained("policy", source, VARIANT, layout, parallel)
+        peaks["load"] = peak_bytes(lambda: load_checkpoint(root / "saved", [fresh.saved], parallel))
         chunk = model.saved.chunks[0]
         parameters = list(chunk.parameters())
-        numbers = {
-            "peaks": peaks,
-            "parameters": sum(p.numel() for p in parameters),
-            "largest": max(p.numel() for p in parameters),
-        }
+        numbers = {"peaks": peaks, "parameters": sum(p.numel() for p in parameters)}
         (root / f"numbers{parallel.rank}.json").write_text(json.dumps(numbers))
 
 

@@ -44,11 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp32_distributed": {"policy": "qwen2_tied", "dtype": "fp32", "distributed": True},
     "bf16": {"policy": "llama_tied", "dtype": "bf16", "distributed": False},
     "bf16_distributed": {"policy": "qwen3_tied", "dtype": "bf16", "distributed": True},
-    # as checkpoints of 0.1.0 hold it
-    "fp32_gathered": {"policy": "qwen2_tied", "dtype": "fp32", "distributed": True,
-                      "old": "gathered"},
-    "bf16_gathered": {"policy": "qwen3_tied", "dtype": "bf16", "distributed": True,
-                      "old": "gathered"},
     # The policy is saved before its first step.
     "critic_warmup": {"policy": "qwen3", "dtype": "fp32", "distributed": False,
                       "critic_warmup": True},

@@ -39,17 +39,13 @@ def numbers(world: Path, rank: int) -> Any:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_bytes_that_a_rank_holds(world: Path, rank: int) -> None:
     found = numbers(world, rank)
-    whole = STATE * found["parameters"]
-    own = whole / RANKS
+    own = STATE * found["parameters"] / RANKS
     saved = own + WEIGHT * found["parameters"] / RANKS
     peaks = found["peaks"]
     assert peaks["save"] < 0.1 * saved, "tensors are written from where they are"
     assert peaks["start"] < 1.1 * saved, "one copy, which is written meanwhile"
     # the two moments are made, and a saved tensor is read at a time
-    assert peaks["load saved"] < 1.1 * own
-    # whole tensors in checkpoints of 0.1.0
-    assert peaks["load old"] < 1.1 * own + 4 * found["largest"]
-    assert peaks["gathered save"] > whole, "the measurement sees a gather"
+    assert 0.9 * own < peaks["load"] < 1.1 * own
 
 
 def test_every_rank_writes_its_share(world: Path) -> None:

@@ -81,10 +81,13 @@ def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
 
 def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None:
     folder = outputs.refused("full_disk")
-    for rank, words in ((0, "No space left on device (rank 1)"), (1, "No space left on device")):
-        outcome = (folder / f"result.rank{rank}").read_text()
-        assert outcome.startswith(f"RunFailed: writing {folder / 'checkpoint'}: ")
-        assert outcome.endswith(words)
+    of_rank_0, of_rank_1 = ((folder / f"result.rank{rank}").read_text() for rank in (0, 1))
+    assert of_rank_1.startswith(f"RunFailed: writing {folder / 'checkpoint'}: ")
+    assert of_rank_1.endswith("No space left on device")
+    assert of_rank_0 == (
+        f"FailedElsewhere: writing the checkpoint {folder / 'checkpoint'} failed on rank 1; its log"
+        " has the reason"
+    )
 
 
 @pytest.mark.parametrize("file", FILES_OF_RANK_0)

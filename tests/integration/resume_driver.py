@@ -42,7 +42,7 @@ POINTS = {
     "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
     "samples": ("rlcore.runs.rollouts", "write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
-    "shards": ("backends.megatron.checkpoint.save_load", "write_sharded"),
+    "shards": ("backends.megatron.checkpoint.shards", "PlannedShards.write"),
     "copy": ("backends.megatron.checkpoint.save_load", "plan_sharded"),
     "complete": ("backends.megatron.backend", "MegatronBackend.finish_save"),
     "state": ("rlcore.runs.checkpoints", "CheckpointStore.write_state"),

@@ -73,18 +73,17 @@ def check_offloaded(backend: MegatronBackend) -> None:
 def writing_delayed() -> Iterator[None]:
     """A checkpoint in the background that is started inside is written after the context ends."""
     allowed = threading.Event()
-    real = shards._write_buckets
+    real = shards.PlannedShards.write
 
-    def delayed(*args: Any) -> Any:
+    def delayed(*args: Any) -> None:
         assert allowed.wait(WRITE_S)
-        return real(*args)
+        real(*args)
 
-    shards._write_buckets = delayed
-    try:
-        yield
-    finally:
-        allowed.set()
-        shards._write_buckets = real
+    with patch.object(shards.PlannedShards, "write", delayed):
+        try:
+            yield
+        finally:
+            allowed.set()
 
 
 def finish_save(backend: MegatronBackend) -> None:

@@ -18,10 +18,11 @@ from backends.megatron.cpu.shim import (
     expected_warnings_off,
     importing_megatron,
     megatron_device,
+    replaced,
 )
 
 with importing_megatron():
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 
     from backends.megatron.backend import MegatronBackend
     from backends.megatron.checks.transformer_fields import (
@@ -30,7 +31,6 @@ with importing_megatron():
     )
     from backends.megatron.model.attention import bucketed_attention
     from backends.megatron.model.gpt import (
-        output_layer_without_apex,
         padded_vocab_size,
         transformer_config,
     )
@@ -373,7 +373,7 @@ def test_a_configuration_with_transformer_engines_switches() -> None:
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="APEX"):
         layer()
-    with output_layer_without_apex():
+    with replaced(layers, "_grad_accum_fusion_available", True):
         assert layer().gradient_accumulation_fusion
 
 

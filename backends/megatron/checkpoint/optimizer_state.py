@@ -13,9 +13,8 @@ state of the whole model-parallel shard for it (12 bytes a parameter), at saving
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +23,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from backends.megatron.checkpoint.writers import sharded_entries
+from backends.megatron.checkpoint.shards import sharded_entries
 from backends.megatron.training.optimizer import ScheduledOptimizer
-
-_MASTERS = "optimizer.state.param."
-# in older checkpoints
-_PLAIN_MASTERS = "optimizer.state.fp32_param."
-_NUMBERED = re.compile(r"^chained_\d+\.")
 
 # offset and size in every dimension
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -62,22 +56,6 @@ def optimizer_tensors(
             f" shapes {[tuple(each.parameter.shape) for each in held.values()]}"
         )
     return found
-
-
-def names_as_saved(
-    tensors: Mapping[str, ShardedTensor], saved: Iterable[str]
-) -> dict[str, ShardedTensor]:
-    """Rename `tensors` to the names that the checkpoint has for them.
-
-    Older checkpoints number the optimizers, since experts over several ranks get one of their own,
-    and have another word for the masters of a plain optimizer. A tensor that the checkpoint lacks
-    keeps its name: reading then reports it.
-    """
-    names = {_NUMBERED.sub("", name).replace(_PLAIN_MASTERS, _MASTERS, 1): name for name in saved}
-    return {
-        key: replace(tensor, key=names.get(tensor.key, tensor.key))
-        for key, tensor in tensors.items()
-    }
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:

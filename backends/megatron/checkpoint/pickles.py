@@ -20,6 +20,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
+from backends.megatron.cpu.shim import replaced
 from rlcore.errors import ModelError
 
 METADATA = ".metadata"
@@ -80,11 +81,8 @@ def checking_objects(folder: Path) -> Iterator[None]:
         _check_object(value, read_item.dest_index.fqn, folder)
         stock(self, read_item, value)
 
-    MCoreLoadPlanner.load_bytes = load_bytes
-    try:
+    with replaced(MCoreLoadPlanner, "load_bytes", load_bytes):
         yield
-    finally:
-        MCoreLoadPlanner.load_bytes = stock
 
 
 class _AllowListed(pickle.Unpickler):

@@ -6,7 +6,6 @@ large one passes through a small buffer, with the check of its bytes that its fi
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Iterator
@@ -22,7 +21,10 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
+
+from backends.megatron.cpu.shim import replaced
 
 PIECE_BYTES = 4 << 20
 _RECORD = re.compile(r"/data/\d+$")  # of a storage, in what `torch.save` writes
@@ -56,58 +58,24 @@ class PieceReader(FileSystemReader):
         return super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as if it were one.
-
-    That of torch finds wrong places where they are counted from its end.
-    """
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file = file
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def tell(self) -> int:
-        """See `io.IOBase`."""
-        return self._at
+class _Window(_ReaderView):
+    """A part of a file, as if it were a file."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """See `io.IOBase`."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        """See `io.RawIOBase`."""
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        read: int = self._file.readinto(view)
-        self._at += read
-        return read
+        """See `io.IOBase`; torch's own adds where an offset counts from the end."""
+        super().seek(-offset if whence == os.SEEK_END else offset, whence)
+        return self.tell()
 
 
 @contextmanager
 def reading_in_pieces() -> Iterator[None]:
     """Inside, Megatron's loader reads by a `PieceReader`."""
-    stock = strategies._get_filesystem_reader
 
     def reader(folder: str | Path, cache_metadata: bool = False) -> Any:
         return PieceReader(folder)
 
-    strategies._get_filesystem_reader = reader
-    try:
+    with replaced(strategies, "_get_filesystem_reader", reader):
         yield
-    finally:
-        strategies._get_filesystem_reader = stock
 
 
 def _read(file: _Window, item: ReadItem, planner: LoadPlanner) -> bool:

@@ -15,23 +15,23 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from backends.megatron.checkpoint.optimizer_state import names_as_saved, optimizer_tensors
+from backends.megatron.checkpoint.optimizer_state import optimizer_tensors
 from backends.megatron.checkpoint.shards import (
     HostCopies,
     PendingCheckpoint,
+    PlannedShards,
+    assign_to_replicas,
     plan_sharded,
     read_errors,
     read_sharded,
-    saved_names,
     write_errors,
-    write_sharded,
 )
-from backends.megatron.checkpoint.writers import deal_to_replicas
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
@@ -68,11 +68,11 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     The checkpoint is complete and on the disk when this returns. Collective; call inside
     `megatron_device`. Raises RunFailed naming the folder and the reason, on every rank.
     """
-    for model in models:
-        target = _open_folder(folder, model, parallel)
-        with _writing(folder, parallel):
-            write_sharded(_state_to_save(model, parallel), target)
-    _seal(folder, _descriptions(models), parallel)
+    planned = _plan(folder, models, parallel, None)
+    with _writing(folder, parallel):
+        for part in planned:
+            part.write()
+    _complete(folder, planned, _descriptions(models), parallel)
 
 
 def start_checkpoint(
@@ -83,38 +83,38 @@ def start_checkpoint(
     Collective; call inside `megatron_device`. `host` is in use until `finish` of the returned
     checkpoint: there is at most one at a time.
     """
-    planned = []
-    for model in models:
-        target = _open_folder(folder, model, parallel)
-        with _writing(folder, parallel):
-            planned.append(plan_sharded(_state_to_save(model, parallel), target, host))
+    planned = _plan(folder, models, parallel, host)
     described = _descriptions(models)  # before the optimizers take further steps
-
-    def complete() -> None:
-        for part in planned:
-            with _writing(folder, parallel):
-                part.finish()
-        _seal(folder, described, parallel)
-
+    complete = partial(_complete, folder, planned, described, parallel)
     return PendingCheckpoint(folder, planned, complete)
 
 
-def _open_folder(folder: Path, model: Saved, parallel: ParallelState) -> Path:
-    target = folder / model.name
-    with _writing(folder, parallel):
-        target.mkdir(parents=True, exist_ok=True)
-    return target
+def _plan(
+    folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies | None
+) -> list[PlannedShards]:
+    planned = []
+    for model in models:
+        target = folder / model.name
+        with _writing(folder, parallel):
+            target.mkdir(parents=True, exist_ok=True)
+        with _writing(folder, parallel):
+            planned.append(plan_sharded(_state_to_save(model, parallel), target, host))
+    return planned
 
 
-@contextmanager
-def _writing(folder: Path, parallel: ParallelState) -> Iterator[None]:
-    """What fails inside is raised on every rank, as RunFailed that names the folder."""
-    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
-        yield
+def _complete(
+    folder: Path,
+    planned: Sequence[PlannedShards],
+    described: Mapping[str, Any],
+    parallel: ParallelState,
+) -> None:
+    """Write the metadata, flush everything to the disk and write the manifest.
 
-
-def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -> None:
-    """Flush everything to the disk and write the manifest, after all ranks have written."""
+    Every rank has written its share.
+    """
+    for part in planned:
+        with _writing(folder, parallel):
+            part.finish()
     with _writing(folder, parallel):
         if parallel.rank == 0:
             sync_tree(folder)
@@ -128,6 +128,13 @@ def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -
                 },
             }
             write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+@contextmanager
+def _writing(folder: Path, parallel: ParallelState) -> Iterator[None]:
+    """What fails inside is raised on every rank, as RunFailed that names the folder."""
+    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+        yield
 
 
 def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelState) -> None:
@@ -183,11 +190,11 @@ def saved_layout(folder: Path) -> str:
 def _state_to_save(model: Saved, parallel: ParallelState) -> dict[str, Any]:
     """AdamW has no state before its first step."""
     stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
-    return _sharded_state(model, parallel, optimizer=stepped, deal=True)
+    return _sharded_state(model, parallel, optimizer=stepped, assign=True)
 
 
 def _sharded_state(
-    model: Saved, parallel: ParallelState, *, optimizer: bool, deal: bool = False
+    model: Saved, parallel: ParallelState, *, optimizer: bool, assign: bool = False
 ) -> dict[str, Any]:
     """The sharded weights, one entry a chunk, and the optimizer's state if this rank has any."""
     metadata = {"dp_cp_group": parallel.dp_cp_group}
@@ -195,8 +202,8 @@ def _sharded_state(
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
-    if deal:
-        deal_to_replicas(state, parallel)
+    if assign:
+        assign_to_replicas(state, parallel)
     if optimizer and model.optimizer is not None:
         state |= {"optimizer": optimizer_tensors(model.optimizer, state)}
     return state
@@ -220,13 +227,6 @@ def _load(
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
-    if "optimizer" in wanted:
-        with (
-            raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"),
-            read_errors(folder / model.name),
-        ):
-            names = saved_names(folder / model.name)
-        wanted["optimizer"] = names_as_saved(wanted["optimizer"], names)
     # the optimizer's tensors are read in place
     with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)

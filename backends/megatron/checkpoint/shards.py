@@ -12,7 +12,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -37,10 +37,12 @@ from torch.distributed.checkpoint import CheckpointException
 
 from backends.megatron.checkpoint.pickles import check_metadata, checking_objects
 from backends.megatron.checkpoint.pieces import reading_in_pieces
+from backends.megatron.cpu.shim import replaced
+from backends.megatron.parallel.state import ParallelState
 from rlcore.deadlines import CHECKPOINT_TENSOR_S
 from rlcore.errors import FailedElsewhere, ModelError, RlcoreError, RunFailed
 
-# the contents of one file: (path, name, (serialised objects, tensors))
+# a file: (path, name, (serialised objects, tensors))
 _Bucket = tuple[Path, str, tuple[Any, Any]]
 # The stock function without its decorator, which stops the garbage collector of the whole process.
 _write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__  # type: ignore[attr-defined]
@@ -52,51 +54,29 @@ _WRITTEN_BY_RANK_0 = (
 )
 
 
-def write_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save a sharded state dict into an existing folder; every rank calls it.
+def plan_sharded(
+    state: dict[str, Any], folder: Path, host: HostCopies | None = None
+) -> PlannedShards:
+    """Plan to save a sharded state dict into an existing folder. Collective.
 
-    Files are flushed, names in the folder are not. A rank that could not write raises the error of
-    the disk. If that was its share of the tensors, every other rank raises CheckpointException, of
-    which only rank 0's has the reason; if it was a file that rank 0 alone writes, none does.
-    """
-    strategy = _InProcess()
-    _own_storages(state)
-    with _local_results(), _failures_of_rank_0_at_the_end():
-        try:
-            dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
-        except CheckpointException:
-            if strategy.failure is not None:
-                raise strategy.failure from None
-            raise
-
-
-def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> PlannedShards:
-    """As `write_sharded`, but copy the tensors into `host` instead of writing them."""
-    _own_storages(state)
-    with _local_results(), _failures_of_rank_0_at_the_end():
-        request = dist_checkpointing.save(
-            state, str(folder), sharded_strategy=_InProcess(), async_sharded_save=True
-        )
-    assert request is not None
-    (writer,) = request.async_fn_args
-    buckets = []
-    for path, name, (objects, tensors) in writer.write_buckets:
-        copies = [(item, host.copy((folder.name, item.index), tensor)) for item, tensor in tensors]
-        buckets.append((path, name, (objects, copies)))
-    writer.write_buckets = buckets
-    host.complete()
-    return PlannedShards(writer, request.finalize_fns)
-
-
-def _own_storages(state: dict[str, Any]) -> None:
-    """Replace each tensor on the CPU by one with a storage of its own over the same memory.
-
-    Megatron copies, all of them at once, what is a part of a larger storage.
+    Args:
+        host: copy the tensors to here; None: they are written from where they are.
     """
     apply_factories(state)
     for entry in nested_values(state):
+        # Megatron copies, all of them at once, what is a part of a larger storage.
         if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.is_cpu:
             entry.data = _over_same_memory(entry.data.detach().contiguous())
+    # one file a rank
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    # a queue of this process in place of one of a spawned manager process
+    local_results = replaced(filesystem_async, "_results_queue", queue.Queue())
+    with local_results, _failures_of_rank_0_at_the_end():
+        request = dist_checkpointing.save(
+            state, str(folder), sharded_strategy=strategy, async_sharded_save=True
+        )
+    assert request is not None
+    return PlannedShards(request, folder.name, host)
 
 
 def _over_same_memory(tensor: Tensor) -> Tensor:
@@ -108,8 +88,42 @@ def _over_same_memory(tensor: Tensor) -> Tensor:
     return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
 
 
+def assign_to_replicas(weights: Mapping[str, Any], parallel: ParallelState) -> None:
+    """Assign each weight of a sharded state to one of the replicas that hold it, in place.
+
+    Megatron has the first replica write all weights, while the others wait. Here they are assigned
+    by size. Every rank computes the same, without communication: replicas hold the same weights in
+    the same order. Who has written a tensor does not matter to who reads it.
+
+    The last number of a `replica_id` says which data-parallel replica this is; replica 0 writes.
+    Optimizer states that are not divided over replicas go with their weight.
+    """
+    entries = sharded_entries(weights)
+    experts = [entry for entry in entries if ".experts." in entry.key]
+    others = [entry for entry in entries if ".experts." not in entry.key]
+    for group, replicas in (
+        (others, parallel.dp_size * parallel.cp_size),
+        (experts, parallel.edp_size),
+    ):
+        written = [0] * replicas
+        for entry in sorted(group, key=lambda entry: -entry.data.nbytes):
+            writer = written.index(min(written))
+            written[writer] += entry.data.nbytes
+            *before, replica = entry.replica_id
+            entry.replica_id = (*before, (replica - writer) % replicas)
+
+
+def sharded_entries(weights: Mapping[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
+    """Return what a sharded state of a model holds of its parameters, in their order."""
+    return [
+        entry
+        for entry in nested_values(dict(weights))
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    ]
+
+
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Load a checkpoint of `write_sharded`, resharded to `state`; every rank calls it.
+    """Load what `PlannedShards` has written, resharded to `state`; every rank calls it.
 
     Tensors are read into the memory that `state` has for them.
     """
@@ -132,12 +146,6 @@ def _unless_in_place(whole: Tensor, merge: Callable[[Any], Tensor]) -> Callable[
         return whole if in_place else merge(parts)
 
     return merged
-
-
-def saved_names(folder: Path) -> list[str]:
-    """The names of all tensors that `write_sharded` saved."""
-    check_metadata(folder)
-    return list(dist_checkpointing.load_tensors_metadata(str(folder)))
 
 
 class HostCopies:
@@ -170,28 +178,47 @@ class HostCopies:
 
 
 class PlannedShards:
-    """One model's part of a checkpoint, whose tensors are in host memory.
+    """One model's part of a checkpoint. Call `write` on any thread, then `finish` on all ranks."""
 
-    Call `write` on any thread, then `finish` on all ranks.
-    """
+    def __init__(self, request: AsyncRequest, model: str, host: HostCopies | None) -> None:
+        self._finalize = request.finalize_fns
+        self._bucket: _Bucket | None = None
+        # nothing to write
+        if request.async_fn is None:
+            return
+        self._transforms = request.async_fn.args[0]
+        _, (self._bucket,), self._results = request.async_fn_args
+        if host is not None:
+            path, name, (objects, tensors) = self._bucket
+            tensors = [(item, host.copy((model, item.index), tensor)) for item, tensor in tensors]
+            self._bucket = path, name, (objects, tensors)
+            host.complete()
 
-    def __init__(self, writer: Any, finalize: Sequence[Callable[[], None]]) -> None:
-        self._writer = writer
-        self._finalize = finalize
-
-    def write(self, cancelled: threading.Event) -> None:
+    def write(self, cancelled: threading.Event | None = None) -> None:
         """Write and flush this rank's file.
 
         Raises the error of the disk, and RunFailed when `cancelled` is set between two tensors.
         """
-        if not self._writer.write_buckets:
+        if self._bucket is None:
             return
-        outcome = _write_buckets(
-            self._writer, [_cancellable(bucket, cancelled) for bucket in self._writer.write_buckets]
-        )
-        if isinstance(outcome, Exception):
-            raise outcome
-        self._writer.results_queue.put(outcome)
+        path, name, (objects, tensors) = self._bucket
+
+        def on_host() -> Iterator[Any]:
+            """Copy each tensor when it is written, so that there is one copy at a time."""
+            for item, tensor in tensors:
+                if cancelled is not None and cancelled.is_set():
+                    raise RunFailed(f"writing {path} was given up: the run ends")
+                yield item, tensor.cpu()
+
+        done: queue.Queue[tuple[int, Any]] = queue.Queue()
+        busy: queue.Queue[int] = queue.Queue()
+        busy.put(0)
+        bucket = (path, name, (objects, on_host()))
+        _write_bucket(self._transforms, 0, bucket, done, busy, use_fsync=True)
+        _, result = done.get_nowait()
+        if isinstance(result, Exception):
+            raise result
+        self._results.put({0: result})
 
     def finish(self) -> None:
         """Write the metadata. Every rank calls it, after all ranks have written."""
@@ -253,75 +280,6 @@ class PendingCheckpoint:
         self._thread.join(CHECKPOINT_TENSOR_S)
 
 
-class _InProcess(TorchDistSaveShardedStrategy):
-    """`torch_dist` with one file a rank, written in this process."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        self.failure: Exception | None = None  # of this rank
-
-    def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any
-    ) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        return request._replace(async_fn=self._write, async_fn_args=(writer,), preload_fn=None)
-
-    def _write(self, writer: Any) -> None:
-        """Write in this process, where the stock writer forks.
-
-        The results, or the error, go into the writer's queue.
-        """
-        if writer.write_buckets:
-            outcome = _write_buckets(writer, [_on_host(bucket) for bucket in writer.write_buckets])
-            self.failure = outcome if isinstance(outcome, Exception) else None
-            writer.results_queue.put(outcome)
-
-
-def _write_buckets(writer: Any, buckets: Sequence[_Bucket]) -> dict[int, Any] | Exception:
-    """Write and flush each bucket to its file; return the results by bucket, or the first error."""
-    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-    results: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        done: queue.Queue[tuple[int, Any]] = queue.Queue()
-        busy: queue.Queue[int] = queue.Queue()
-        busy.put(index)
-        _write_bucket(transforms, index, bucket, done, busy, use_fsync=True)
-        _, result = done.get_nowait()
-        if isinstance(result, Exception):
-            return result
-        results[index] = result
-    return results
-
-
-def _on_host(bucket: _Bucket) -> _Bucket:
-    """Copy each tensor to host memory when it is written, so that there is one copy at a time."""
-    path, name, (objects, tensors) = bucket
-    return path, name, (objects, ((item, tensor.cpu()) for item, tensor in tensors))
-
-
-def _cancellable(bucket: _Bucket, cancelled: threading.Event) -> _Bucket:
-    path, name, (objects, tensors) = bucket
-
-    def until_cancelled() -> Iterator[Any]:
-        for each in tensors:
-            if cancelled.is_set():
-                raise RunFailed(f"writing {path} was given up: the run ends")
-            yield each
-
-    return path, name, (objects, until_cancelled())
-
-
-@contextmanager
-def _local_results() -> Iterator[None]:
-    """Inside, the stock writer gets a local queue instead of one of a spawned manager process."""
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
-
-
 @contextmanager
 def _failures_of_rank_0_at_the_end() -> Iterator[None]:
     """Raise what fails in `_WRITTEN_BY_RANK_0` when the block ends, and not at once.
@@ -329,30 +287,22 @@ def _failures_of_rank_0_at_the_end() -> Iterator[None]:
     Megatron goes on with collectives there, in which the other ranks would wait for rank 0.
     """
     failures: list[Exception] = []
+
+    def attempting(write: Callable[..., None]) -> Callable[..., None]:
+        def attempt(*args: Any, **options: Any) -> None:
+            try:
+                write(*args, **options)
+            except (OSError, RuntimeError) as error:  # torch raises both for a disk
+                failures.append(error)
+
+        return attempt
+
     with ExitStack() as patches:
         for owner, name in _WRITTEN_BY_RANK_0:
-            patches.enter_context(_keeping_failures(owner, name, failures))
+            patches.enter_context(replaced(owner, name, attempting(getattr(owner, name))))
         yield
     if failures:
         raise failures[0]
-
-
-@contextmanager
-def _keeping_failures(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
-    """Inside, errors of the function `owner.name` go into `failures`."""
-    write = getattr(owner, name)
-
-    def attempt(*args: Any, **options: Any) -> None:
-        try:
-            write(*args, **options)
-        except (OSError, RuntimeError) as error:  # torch raises both for a disk
-            failures.append(error)
-
-    setattr(owner, name, attempt)
-    try:
-        yield
-    finally:
-        setattr(owner, name, write)
 
 
 # --- errors of torch, Megatron and the disk, as one line that names the checkpoint ----------------

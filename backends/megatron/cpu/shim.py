@@ -36,6 +36,17 @@ _EXPECTED_WARNINGS = (
 _WARNINGS_OF_CUDA = ("When using async grad allreduce", "When using sequence parallelism")
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of a module or class has another value."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 def _on_cpu(device: Any) -> Any:
     """Replace 'cuda', 'cuda:0' and torch.device('cuda') by the CPU; anything else stays."""
     if isinstance(device, str):
@@ -209,18 +220,10 @@ def importing_megatron() -> Iterator[None]:
     Without CUDA its `torch.compile` decorators become no-ops: they would import the compiler, which
     takes seconds, and need a C++ compiler when one of the functions is first called.
     """
-    if "megatron.core.jit" in sys.modules:
-        with expected_warnings_off():
-            yield
-        return
-    compiler = torch.compile
-    if not torch.cuda.is_available():
-        torch.compile = _uncompiled  # type: ignore[assignment]
-    try:
-        with expected_warnings_off():
-            yield
-    finally:
-        torch.compile = compiler
+    compiles = "megatron.core.jit" in sys.modules or torch.cuda.is_available()
+    compiler = torch.compile if compiles else _uncompiled
+    with replaced(torch, "compile", compiler), expected_warnings_off():
+        yield
 
 
 def _uncompiled(model: Any = None, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from backends.megatron.cpu.kernels import assuming_kernels
-from backends.megatron.cpu.shim import megatron_device
+from backends.megatron.cpu.shim import megatron_device, replaced
 from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
 from backends.megatron.dryrun.peers import Peers
 from backends.megatron.dryrun.usage import Usage
@@ -49,7 +49,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
     try:
         with ExitStack() as stack:
             for owner, name, stub in _replacements(usage, peers, skew):
-                stack.enter_context(_replaced(owner, name, stub))
+                stack.enter_context(replaced(owner, name, stub))
             stack.enter_context(assuming_kernels("cuda"))
             stack.enter_context(megatron_device(META))
             stack.enter_context(FunctionsOfCuda(usage))
@@ -80,16 +80,6 @@ def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, st
         (offload, "_as_bytes", lambda storage, device: _bytes_like(storage)),
         (export, "prefetched", lambda make, items, device: map(make, items)),
     ]
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, stub: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, stub)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _fake_group(new_group: Callable[..., Any]) -> Callable[..., Any]:

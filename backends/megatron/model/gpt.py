@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from backends.megatron.checks.transformer_fields import (
     check_recompute,
 )
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.cpu.shim import replaced
 from backends.megatron.model.attention import PackedRotaryEmbedding
 from backends.megatron.model.head import LogprobHead, Targets, ValueHead
 from backends.megatron.model.latent_attention import LatentConfig
@@ -185,7 +185,9 @@ def build_chunks(
             vp_stage=vp_stage,
             **(arch.rope_scaling or {}),
         )
-        with output_layer_without_apex():
+        # With `gradient_accumulation_fusion` Megatron's output layer asks for Apex's kernel. Our
+        # head in its place does not use it.
+        with replaced(tensor_parallel_layers, "_grad_accum_fusion_available", True):
             if value_head:
                 chunk: GPTModel = ValueModel(**common, seed=seed)
             else:
@@ -198,21 +200,6 @@ def build_chunks(
         # `to`: a router makes its weight on the CPU
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
-
-
-@contextmanager
-def output_layer_without_apex() -> Iterator[None]:
-    """Inside, Megatron's output layer can be built with `gradient_accumulation_fusion`.
-
-    It asks for Apex's kernel then. Our head takes its place and does not use it, and Transformer
-    Engine's layers have their own.
-    """
-    available = tensor_parallel_layers._grad_accum_fusion_available
-    tensor_parallel_layers._grad_accum_fusion_available = True
-    try:
-        yield
-    finally:
-        tensor_parallel_layers._grad_accum_fusion_available = available
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:

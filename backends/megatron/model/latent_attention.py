@@ -8,8 +8,6 @@ of the one shared key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ from megatron.core.transformer import MLATransformerConfig, multi_latent_attenti
 from torch import Tensor
 
 from backends.megatron.batch.pack import PackedSequences
+from backends.megatron.cpu.shim import replaced
 from backends.megatron.model.attention import LocalRMSNorm
 from backends.megatron.model.elementwise import rotate
 
@@ -53,7 +52,9 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Megatron's layer over T slots, of which a rank holds T / TP under sequence parallelism."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _te_as_installed():
+        # Without Transformer Engine Megatron takes stubs for its classes: `isinstance` fails.
+        has_te = multi_latent_attention.HAVE_TE and transformer_engine.HAVE_TE
+        with replaced(multi_latent_attention, "HAVE_TE", has_te):
             super().__init__(*args, **kwargs)
 
     def get_query_key_value_tensors(
@@ -141,17 +142,3 @@ def _split_heads(x: Tensor, heads: int, first: int, second: int) -> tuple[Tensor
     """Split [T, heads * (first + second)] into [T, heads, first] and [T, heads, second]."""
     one, other = x.view(x.size(0), heads, first + second).split((first, second), -1)
     return one, other
-
-
-@contextmanager
-def _te_as_installed() -> Iterator[None]:
-    """Inside, Megatron's module knows whether Transformer Engine is installed.
-
-    Otherwise it takes stand-ins for Transformer Engine's classes and fails on `isinstance`.
-    """
-    believed = multi_latent_attention.HAVE_TE
-    multi_latent_attention.HAVE_TE = believed and transformer_engine.HAVE_TE
-    try:
-        yield
-    finally:
-        multi_latent_attention.HAVE_TE = believed

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from backends.megatron.cpu.shim import replaced
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.stores import meeting_briefly
 
@@ -375,11 +376,8 @@ def _groups_of_gpus() -> Iterator[None]:
     def of_gpus(*args: Any, **options: Any) -> Any:
         return new_group(*args, **{**options, "backend": options.get("backend") or "nccl"})
 
-    dist.new_group = of_gpus
-    try:
+    with replaced(dist, "new_group", of_gpus):
         yield
-    finally:
-        dist.new_group = new_group
 
 
 def destroy_parallel() -> None:

@@ -15,7 +15,7 @@ with importing_megatron():
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    from backends.megatron.checkpoint.shards import read_sharded, write_sharded
+    from backends.megatron.checkpoint.shards import plan_sharded, read_sharded
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SAVED = torch.arange(24.0).view(6, 4)
@@ -43,7 +43,9 @@ def test_halves_are_merged_only_where_they_were_read_elsewhere(
     tmp_path: Path, copied: bool
 ) -> None:
     merged: list[Tensor] = []
-    write_sharded(in_halves(SAVED.clone(), merged, copied=False), tmp_path)
+    planned = plan_sharded(in_halves(SAVED.clone(), merged, copied=False), tmp_path)
+    planned.write()
+    planned.finish()
     parameter = torch.zeros_like(SAVED)
     loaded = read_sharded(in_halves(parameter, merged, copied=copied), tmp_path)
     assert torch.equal(loaded["up"], SAVED)

@@ -12,7 +12,7 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    from backends.megatron.checkpoint.writers import deal_to_replicas
+    from backends.megatron.checkpoint.shards import assign_to_replicas
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.testing import stub_mpu
 
@@ -42,7 +42,7 @@ def test_each_weight_is_written_once_and_the_shares_are_alike(dp: int, cp: int, 
         mpu = stub_mpu(data=dp, context=cp, expert=ep, rank=rank)
         parallel = ParallelState.from_mpu(mpu)
         weights = held_by(parallel)
-        deal_to_replicas({"model": weights}, parallel)
+        assign_to_replicas({"model": weights}, parallel)
         for key, entry in weights.items():
             if entry.replica_id == (0, 0, 0):
                 kind = "experts" if "experts" in key else "dense"
@@ -59,5 +59,5 @@ def test_what_megatron_lets_nobody_write_stays_so() -> None:
     """A tied embedding's copy on the last stage, a norm's copy on another tensor-parallel rank."""
     parallel = ParallelState.from_mpu(stub_mpu(data=2, rank=1))
     copy = ShardedTensor.from_rank_offsets("word", torch.zeros(4), replica_id=(1, 0, 1))
-    deal_to_replicas({"model": {"word": copy}}, parallel)
+    assign_to_replicas({"model": {"word": copy}}, parallel)
     assert copy.replica_id[0] == 1
