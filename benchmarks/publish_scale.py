@@ -25,7 +25,7 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.weights.export import weight_specs
+    from backends.megatron.convert.layout import weight_specs
 
 from benchmarks.simulation.publication_world import Costs, publish
 from rlcore.planning.publication import bucket_limit

@@ -76,7 +76,7 @@ MUTANTS = [
     # context parallelism
     ("targets shifted after the split", B + "batch/pack.py", "target_tokens=tokens[trainable[own]].to(device)",
      "target_tokens=ids[local].roll(-1)[index[own]].to(device)", on("cp2")),
-    ("keys of a chunk taken from the rank's first", B + "batch/cp_layout.py", "+ index_of[k] * chunk for k in seen", "for k in seen", on("cp2")),
+    ("keys of a chunk taken from the rank's first", B + "batch/cp_layout.py", "+ int(k > m) * chunk for k, m in zip", "for k, m in zip", on("cp2")),
     ("positions of the pack, not of the rank's slots", B + "batch/cp_layout.py", "whole[own_slots(present, cp)].to(device)",
      "whole[: len(whole) // cp.size].to(device)", on("cp2")),
     ("the loss multiplied by CP", B + "training/passes.py", "whole(micro, output)) * step_tokens",

@@ -17,13 +17,9 @@ from rlcore.interpreters.probe import answer
 
 def kernels() -> dict[str, Any]:
     """Return the fields of `Interpreter` on kernels. Raises what torch does."""
-    import torch
-
-    from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.fused import why_not
 
     found: dict[str, Any] = {
-        "varlen": uses_varlen(torch.device("cuda"), torch.bfloat16),
         "uncompiled": why_not() or "",
         "te": find_spec("transformer_engine") is not None,
     }

@@ -28,7 +28,6 @@ class Interpreter:
     Attributes:
         packages: version by name, of those that were asked for and are there.
         cuda, nccl: "" where torch has none.
-        varlen: whether torch's flash attention serves packed bf16 sequences; None: not asked.
         te: whether Transformer Engine can be imported; None: not asked.
         uncompiled: why torch.compile cannot work; "" where it can, or was not asked.
     """
@@ -39,7 +38,6 @@ class Interpreter:
     cuda: str = ""
     gpus: int = 0
     nccl: str = ""
-    varlen: bool | None = None
     te: bool | None = None
     uncompiled: str = ""
     kernels_broken: str = ""

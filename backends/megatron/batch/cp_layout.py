@@ -18,7 +18,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backends.megatron.batch.ragged import borders, by_length, ranges, rectangle
 from backends.megatron.parallel.state import ALONE, CPRank
 
 
@@ -84,12 +83,12 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class PrefixPart:
-    """Runs of queries with the keys of each.
+class Runs:
+    """Runs of queries with the keys of each, one run behind the other.
 
     Attributes:
-        queries: int64, slots of this rank, run behind run.
-        keys: int64, rows of the gathered keys, likewise.
+        queries: int64, slots of this rank.
+        keys: int64, rows of the gathered keys.
         num_queries, num_keys: int64 [n], of each run.
         causal: whether the last keys of a run are its queries, which see those up to themselves;
             else they see all keys of their run.
@@ -99,10 +98,41 @@ class PrefixPart:
     keys: Tensor
     num_queries: Tensor
     num_keys: Tensor
-    causal: bool
+    causal: bool = True
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], cp: CPRank, index: int) -> Runs:
+        """Lay out one of the rank's chunks of each sequence.
+
+        It is a run of queries, with the keys from the sequence's start to the run's end.
+        """
+        sizes = torch.tensor(lengths, dtype=torch.int64)
+        share = sizes // cp.size
+        chunk = sizes // cp.chunks
+        starts = share.cumsum(0) - share
+        total = int(share.sum())
+        seen = range(cp.own_chunks[index] + 1)  # chunks, in the order of the text
+        # chunk k is the first one of rank k, or the last one of rank `chunks` - 1 - k
+        mirrored = [cp.chunks - 1 - k for k in seen]
+        rows = [min(k, m) * total + starts + int(k > m) * chunk for k, m in zip(seen, mirrored)]
+        return cls(
+            queries=ranges(starts + index * chunk, chunk),
+            keys=ranges(torch.stack(rows, dim=1).view(-1), chunk.repeat_interleave(len(seen))),
+            num_queries=chunk,
+            num_keys=chunk * len(seen),
+        )
+
+    def behind(self, counts: Tensor, rows: Tensor) -> Runs:
+        """Return the same runs with keys before each: `counts` of them, in `rows`."""
+        num_keys = counts + self.num_keys
+        starts = offsets(num_keys)[:-1]
+        keys = torch.empty(int(num_keys.sum()), dtype=torch.int64)
+        keys[ranges(starts, counts)] = rows
+        keys[ranges(starts + counts, self.num_keys)] = self.keys
+        return replace(self, num_keys=num_keys, keys=keys)
 
 
-def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Tensor) -> PrefixPart:
+def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Tensor) -> Runs:
     """Join the runs behind one prefix, for every prefix.
 
     Args:
@@ -110,8 +140,8 @@ def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Te
         keys: int64, rows, the prefixes of the runs; of the same prefix the same ones.
         num_queries, num_keys: int64 [n], some of which are 0.
     """
-    begins = borders(num_queries).tolist()
-    starts = borders(num_keys)[:-1]
+    begins = offsets(num_queries).tolist()
+    starts = offsets(num_keys)[:-1]
     behind = num_keys.nonzero()[:, 0]
     last = keys[starts[behind] + num_keys[behind] - 1]
     # the last row of a prefix and its length name it
@@ -124,7 +154,7 @@ def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Te
         rows += [queries[begins[run] : begins[run + 1]] for run in runs]
         start = int(starts[runs[0]])
         prefixes.append(keys[start : start + length])
-    return PrefixPart(
+    return Runs(
         torch.cat(rows),
         torch.cat(prefixes),
         torch.stack([num_queries[runs].sum() for runs in runs_of.values()]),
@@ -183,13 +213,13 @@ class PackLayout:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """The borders of the sequences over all ranks: int32 [n+1], on the device.
+        """The offsets of the sequences over all ranks: int32 [n+1], on the device.
 
         Raises ValueError where sequences share a prefix: one range does not hold all of their keys.
         """
         if self.prefixes is not None:
-            raise ValueError("sequences that share a prefix have no borders")
-        return borders(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
+            raise ValueError("sequences that share a prefix have no offsets of their own")
+        return offsets(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
 
     @cached_property
     def buckets(self) -> LengthBuckets:
@@ -200,8 +230,8 @@ class PackLayout:
         filled = 0
         for runs in self._runs:
             for bucket in self._alike(runs):
-                queries, real = rectangle(runs.queries, runs.num_queries, bucket)
-                keys, _ = rectangle(runs.keys, runs.num_keys, bucket)
+                queries, real = padded(runs.queries, runs.num_queries, bucket)
+                keys, _ = padded(runs.keys, runs.num_keys, bucket)
                 before = (runs.num_keys - runs.num_queries)[bucket].view(-1, 1, 1, 1)
                 restore[queries[real]] = filled + torch.arange(real.numel()).view_as(real)[real]
                 filled += real.numel()
@@ -225,8 +255,8 @@ class PackLayout:
             Chunk(
                 queries=None if alone else runs.queries.to(self.device),
                 keys=None if alone and self.prefixes is None else runs.keys.to(self.device),
-                cu_queries=borders(runs.num_queries).int().to(self.device),
-                cu_keys=borders(runs.num_keys).int().to(self.device),
+                cu_queries=offsets(runs.num_queries).int().to(self.device),
+                cu_keys=offsets(runs.num_keys).int().to(self.device),
                 longest_queries=int(runs.num_queries.max()),
                 longest_keys=int(runs.num_keys.max()),
             )
@@ -238,29 +268,26 @@ class PackLayout:
         return Chunks(parts, slots.argsort().to(self.device))
 
     @cached_property
-    def parts(self) -> tuple[PrefixPart, ...]:
+    def parts(self) -> tuple[Runs, ...]:
         """For each chunk the own tokens of the sequences, and what is behind each prefix."""
         assert self.prefixes is not None
         counts = self.prefixes.counts
         rows = self._prefix_rows(self.prefixes)
-        found: list[PrefixPart] = []
+        found: list[Runs] = []
         for runs in self._own_runs:
-            found.append(
-                PrefixPart(runs.queries, runs.keys, runs.num_queries, runs.num_keys, causal=True)
-            )
-            found.append(prefix_part(runs.queries, runs.num_queries, rows, counts))
+            found += [runs, prefix_part(runs.queries, runs.num_queries, rows, counts)]
         return tuple(found)
 
     @property
-    def _runs(self) -> list[_Runs]:
+    def _runs(self) -> list[Runs]:
         if self.prefixes is None:
             return self._own_runs
         rows = self._prefix_rows(self.prefixes)
         return [runs.behind(self.prefixes.counts, rows) for runs in self._own_runs]
 
     @property
-    def _own_runs(self) -> list[_Runs]:
-        return [_Runs.of(self.lengths, self.cp, index) for index in range(len(self.cp.own_chunks))]
+    def _own_runs(self) -> list[Runs]:
+        return [Runs.of(self.lengths, self.cp, index) for index in range(len(self.cp.own_chunks))]
 
     def _prefix_rows(self, prefixes: Prefixes) -> Tensor:
         """The rows of the gathered keys at which the prefixes' tokens are."""
@@ -269,7 +296,7 @@ class PackLayout:
         rows[torch.cat([own_slots(self.lengths, rank) for rank in ranks])] = torch.arange(len(rows))
         return rows[prefixes.slots]
 
-    def _alike(self, runs: _Runs) -> list[list[int]]:
+    def _alike(self, runs: Runs) -> list[list[int]]:
         """Group the runs whose queries, and whose keys, are alike in number.
 
         Those without keys before their queries stay apart, as they need no mask.
@@ -288,51 +315,45 @@ class PackLayout:
         return found
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """One of the rank's chunks of each sequence.
+# --- ragged rows of indices -----------------------------------------------------------------------
 
-    It is a run of queries, with the keys from the sequence's start to the run's end.
+MIN_BUCKET = 16
+
+
+def padded(flat: Tensor, counts: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Some runs of `flat`, padded with their last element: [b, longest], and a mask of the pads.
+
+    The mask is True at elements that are no pads.
     """
-
-    num_queries: Tensor  # int64 [n]
-    num_keys: Tensor  # int64 [n]
-    queries: Tensor  # int64 [sum of num_queries]: slots
-    keys: Tensor  # int64 [sum of num_keys]: rows of the gathered keys
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], cp: CPRank, index: int) -> _Runs:
-        sizes = torch.tensor(lengths, dtype=torch.int64)
-        share = sizes // cp.size
-        chunk = sizes // cp.chunks
-        starts = share.cumsum(0) - share
-        total = int(share.sum())
-        rank_of, index_of = _holders(cp)
-        seen = range(cp.own_chunks[index] + 1)  # chunks, in the order of the text
-        rows = [rank_of[k] * total + starts + index_of[k] * chunk for k in seen]
-        return cls(
-            num_queries=chunk,
-            num_keys=chunk * len(seen),
-            queries=ranges(starts + index * chunk, chunk),
-            keys=ranges(torch.stack(rows, dim=1).view(-1), chunk.repeat_interleave(len(seen))),
-        )
-
-    def behind(self, counts: Tensor, rows: Tensor) -> _Runs:
-        """Return the same runs with keys before each: `counts` of them, in `rows`."""
-        num_keys = counts + self.num_keys
-        starts = borders(num_keys)[:-1]
-        keys = torch.empty(int(num_keys.sum()), dtype=torch.int64)
-        keys[ranges(starts, counts)] = rows
-        keys[ranges(starts + counts, self.num_keys)] = self.keys
-        return replace(self, num_keys=num_keys, keys=keys)
+    rows = torch.tensor(runs, dtype=torch.int64)
+    sizes = counts[rows, None]
+    column = torch.arange(int(counts[rows].max()))
+    index = offsets(counts)[rows, None] + torch.minimum(column, sizes - 1)
+    return flat[index], column < sizes
 
 
-def _holders(cp: CPRank) -> tuple[list[int], list[int]]:
-    """For each chunk: the rank that holds it, and its index among the chunks of that rank."""
-    rank_of = [0] * cp.chunks
-    index_of = [0] * cp.chunks
-    for rank in range(cp.size):
-        for index, chunk in enumerate(CPRank(cp.size, rank).own_chunks):
-            rank_of[chunk] = rank
-            index_of[chunk] = index
-    return rank_of, index_of
+def offsets(counts: Tensor) -> Tensor:
+    """[n] -> [n+1] running sums from 0."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """The integers from each start on, `counts` of them, one range behind the other."""
+    total = int(counts.sum())
+    return torch.arange(total) + (starts - offsets(counts)[:-1]).repeat_interleave(
+        counts, output_size=total
+    )
+
+
+def by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group the indices of lengths that round up to the same of 16, 24, 32, 48, 64, ...
+
+    So at most a third of a bucket is padding.
+    """
+    buckets: dict[int, list[int]] = {}
+    for i, n in enumerate(lengths):
+        ceiling = MIN_BUCKET
+        while ceiling < n:
+            ceiling = ceiling * 3 // 2 if ceiling & (ceiling - 1) == 0 else ceiling * 4 // 3
+        buckets.setdefault(ceiling, []).append(i)
+    return [buckets[ceiling] for ceiling in sorted(buckets)]

@@ -15,8 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from backends.megatron.batch.cp_layout import PackLayout, Prefixes, own_slots
-from backends.megatron.batch.ragged import ranges
+from backends.megatron.batch.cp_layout import PackLayout, Prefixes, own_slots, ranges
 from backends.megatron.parallel.state import ALONE, CPRank
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing.plan import padded_length

@@ -7,7 +7,6 @@ of any layout holds every parameter whole, so the layout does not matter either.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,17 +25,13 @@ from backends.megatron.checkpoint.pickles import check_metadata
 from backends.megatron.checkpoint.pieces import PieceReader
 from backends.megatron.checkpoint.save_load import check_architecture, read_manifest
 from backends.megatron.checkpoint.shards import read_errors
-from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
-from backends.megatron.convert.layout import unpack
+from backends.megatron.convert.layout import EXPERT, LAYER, unpack, weight_specs
 from backends.megatron.convert.table import FUSED_NORMS, Entry
-from backends.megatron.weights.export import weight_specs
 from backends.megatron.weights.folder import SHARD_BYTES
 from rlcore.errors import ModelError
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
 _NAME = "policy"
 
 
@@ -143,14 +138,14 @@ def _stored_names(megatron: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     Megatron stacks equal layers into one tensor, and experts always; it stores a norm under the
     name that it has where the next linear layer contains it.
     """
-    layer = _LAYER.match(megatron)
+    layer = LAYER.match(megatron)
     if layer is None:
         yield megatron, ()
         return
     number = int(layer[1])
     rest = layer[2]
     index: tuple[int, ...] = ()
-    if expert := _EXPERT.match(rest):
+    if expert := EXPERT.match(rest):
         rest = f"mlp.experts.experts.{expert[2]}"
         index = (int(expert[1]),)
     for spelling in (rest, *(fused for fused, plain in FUSED_NORMS.items() if plain == rest)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.architecture import Architecture, weight_tensors
 from backends.megatron.convert.table import (
     OUTPUT_LAYER,
     WORD_EMBEDDING,
@@ -24,10 +24,10 @@ from backends.megatron.convert.table import (
     Split,
     local_spelling,
 )
-from rlcore.weights import saved_buffers
+from rlcore.weights import TensorSpec, saved_buffers
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,15 @@ def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> l
     return [param[: rows[0]]]
 
 
+def weight_specs(arch: Architecture, dtype: torch.dtype, head: str = "lm") -> list[TensorSpec]:
+    """The name, shape and dtype of every weight of the model, in the order of `weight_tensors`."""
+    name = str(dtype).removeprefix("torch.")
+    return [
+        TensorSpec(hf_name, shape, each)
+        for _, hf_name, shape, each in weight_tensors(arch, name, head)
+    ]
+
+
 # --- a built model --------------------------------------------------------------------------------
 
 
@@ -113,12 +122,12 @@ def global_name(model: nn.Module, name: str) -> str:
 
     It is spelled as in the local layer spec.
     """
-    match = _LAYER.match(name)
+    match = LAYER.match(name)
     if match is None:
         return name
     layer = model.get_submodule(f"decoder.layers.{match[1]}")
     rest = local_spelling(match[2])
-    if expert := _EXPERT.match(rest):
+    if expert := EXPERT.match(rest):
         here: list[int] = layer.mlp.local_expert_indices  # type: ignore[union-attr,assignment]
         rest = f"mlp.experts.local_experts.{here[int(expert[1])]}.{expert[2]}"
     return f"decoder.layers.{int(layer.layer_number) - 1}.{rest}"  # type: ignore[arg-type]

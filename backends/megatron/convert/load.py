@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.hf_tensors import hf_shapes
+from backends.megatron.convert.architecture import Architecture, hf_shapes
 from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
-from backends.megatron.convert.shards import open_shard, tensor_files
+from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
 from backends.megatron.parallel.state import ParallelState
 from rlcore.errors import ModelError
@@ -36,9 +35,6 @@ class SafetensorsFolder:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
 
     @property
     def names(self) -> Collection[str]:
@@ -63,13 +59,6 @@ class SafetensorsFolder:
         end = part.start + part.length
         return stored[part.start : end] if part.dim == 0 else stored[:, part.start : end]
 
-    def same(self, first: str, second: str) -> bool:
-        """Whether two tensors are equal; a tensor that is not there equals any other."""
-        if first not in self or second not in self:
-            return True
-        one, other = (self._file(self._file_of[name]).get_tensor(name) for name in (first, second))
-        return one.dtype == other.dtype and torch.equal(one, other)
-
     def _file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = self._stack.enter_context(open_shard(self.folder / name, "pt"))
@@ -89,7 +78,7 @@ def load_hf(
     """
     with SafetensorsFolder(Path(folder)) as source:
         for entry, param, _ in owned_parameters(chunks, arch):
-            if entry.megatron == VALUE_HEAD and entry.hf[0] not in source:
+            if entry.megatron == VALUE_HEAD and entry.hf[0] not in source.names:
                 continue
             padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
             rank, size = (

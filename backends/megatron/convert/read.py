@@ -5,9 +5,12 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.config_fields import ARCHITECTURES
@@ -20,7 +23,6 @@ from backends.megatron.convert.fields import (
     read_rope,
     rope_arguments,
 )
-from backends.megatron.convert.shards import INDEX, tensor_files
 from backends.megatron.convert.table import Family
 from rlcore.config import Config
 from rlcore.config.derived import other_folders
@@ -28,6 +30,7 @@ from rlcore.errors import ModelError, named_by
 from rlcore.hf_config.fields import check_fields, refusal
 from rlcore.hf_config.read import read_config
 
+INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -228,17 +231,61 @@ def _check_weights(folder: Path, arch: Architecture) -> None:
                 " safe_serialization=True"
             )
         raise ModelError(f"{folder}: no weights: no *.safetensors and no {INDEX}{hint}")
-    if not arch.tie_word_embeddings or arch.head == "value" or _HEAD not in tensor_files(folder):
+    if not arch.tie_word_embeddings or arch.head == "value":
         return
-    # it needs torch, which a command that only checks does not load otherwise
-    from backends.megatron.convert.load import SafetensorsFolder
+    file_of = tensor_files(folder)
+    if not {_HEAD, _EMBEDDING} <= file_of.keys():
+        return
+    head, embedding = (_read_tensor(folder / file_of[name], name) for name in (_HEAD, _EMBEDDING))
+    if head.dtype != embedding.dtype or not head.equal(embedding):
+        raise refusal(
+            folder,
+            "tie_word_embeddings",
+            True,
+            f"false, as {_HEAD} in the folder is not {_EMBEDDING}: set it, so that trainer and"
+            " engines use this head, or remove the tensor",
+        )
 
-    with SafetensorsFolder(folder) as source:
-        if not source.same(_HEAD, _EMBEDDING):
-            raise refusal(
-                folder,
-                "tie_word_embeddings",
-                True,
-                f"false, as {_HEAD} in the folder is not {_EMBEDDING}: set it, so that trainer and"
-                " engines use this head, or remove the tensor",
-            )
+
+# --- safetensors files ----------------------------------------------------------------------------
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, by the index or from the files' headers.
+
+    Raises:
+        ModelError: the index or a file cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ModelError(f"{index}: not a safetensors index: {error}") from error
+    names: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_shard(path, "numpy") as shard:
+            names.update(dict.fromkeys(shard.keys(), path.name))
+    return names
+
+
+def open_shard(path: Path, framework: str) -> Any:
+    """Open a file for reading, as a context manager.
+
+    Raises:
+        ModelError: the file is missing or cannot be read.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path.parent}: shard {path.name} is missing; {INDEX} names it")
+    try:
+        return safe_open(path, framework=framework, device="cpu")
+    except SafetensorError as error:
+        raise ModelError(
+            f"{path}: not a readable safetensors file ({error}); copy the folder again"
+        ) from error
+
+
+def _read_tensor(path: Path, name: str) -> Any:
+    """Read a tensor of torch, which is imported for it."""
+    with open_shard(path, "pt") as shard:
+        return shard.get_tensor(name)

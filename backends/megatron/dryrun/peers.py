@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.megatron.checks.layout import layers_of_stages
-from backends.megatron.convert.hf_tensors import model_entries
+from backends.megatron.convert.architecture import model_entries
 from backends.megatron.model.gpt import padded_vocab_size
 from backends.megatron.weights.export import _Coordinates, _Source
 from rlcore.config.sections.policy import ParallelConfig

@@ -22,7 +22,7 @@ from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.pack import PackedSequences, gather_keys_values
 from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.elementwise import rotate
-from backends.megatron.model.merged_attention import merged_attention, varlen_merges
+from backends.megatron.model.merged_attention import merged_attention
 
 # From so many copies of keys for each token of the pack on, and so many tokens in a prefix, merging
 # is the faster way (benchmarks/prefixes.py).
@@ -126,7 +126,7 @@ def merges(layout: PackLayout, device: torch.device, *, same_heads: bool, varlen
         return False
     copies = len(layout.prefixes.slots)
     if varlen:
-        return copies >= MERGED_FROM_VARLEN * sum(layout.lengths) and varlen_merges()
+        return copies >= MERGED_FROM_VARLEN * sum(layout.lengths)
     if kernel_type(device) != "cpu":  # single precision on CUDA: torch has no kernel for the parts
         return False
     behind = int(layout.prefixes.counts.count_nonzero())
@@ -135,29 +135,18 @@ def merges(layout: PackLayout, device: torch.device, *, same_heads: bool, varlen
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash attention serves this device and dtype."""
-    return (
-        kernel_type(device) == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
-        and _varlen_attention() is not None
-    )
+    return kernel_type(device) == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's kernel with the keywords that this torch knows, or None before torch 2.11.
+    """torch's kernel. Its import takes the compiler along, so it happens on CUDA alone."""
+    from torch.nn.attention.varlen import varlen_attn
 
-    Its import takes the compiler along, so it happens on CUDA alone.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    if not {"scale", "window_size"} <= known.keys():
-        return None
     _activate_flash_attention_3()
-    # Before torch 2.12 it takes fewer heads of keys without being told.
-    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
+    # Before torch 2.12 it takes fewer heads of keys without the option.
+    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if takes_option else varlen_attn
 
 
 def _activate_flash_attention_3() -> None:

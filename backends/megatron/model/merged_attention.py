@@ -13,40 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from backends.megatron.batch.cp_layout import PackLayout, PrefixPart
-from backends.megatron.batch.ragged import borders, by_length, rectangle
-
-
-class Kernel(Protocol):
-    """Computes one part.
-
-    q [T, heads, d] are this rank's; k and v [CP * T, groups, d] are gathered.
-    """
-
-    @property
-    def slots(self) -> Tensor:
-        """The part's queries: int64 [n]."""
-
-    @property
-    def keys(self) -> Tensor:
-        """The rows of the gradients of keys and values: int64 [m]."""
-
-    @property
-    def causal(self) -> bool:
-        """Whether these are own tokens, which come first of the parts of a query."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the output [n, heads, d] and the log-sum-exp, fp32 [n, heads]."""
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q [n, heads, d], and of k and v [m, groups, d]."""
+from backends.megatron.batch.cp_layout import PackLayout, Runs, by_length, offsets, padded
 
 
 @dataclass(frozen=True)
@@ -54,6 +26,10 @@ class RectangleKernel:
     """Runs of about one length as one batch, through torch's flash attention of the CPU.
 
     Runs are padded on the right; without `causal`, all have as many keys.
+
+    Attributes:
+        slots: int64 [n], the part's queries.
+        causal: whether these are own tokens, which come first of the parts of a query.
     """
 
     queries: Tensor  # int64 [b, longest]
@@ -65,7 +41,7 @@ class RectangleKernel:
     causal: bool
 
     @classmethod
-    def of_part(cls, part: PrefixPart) -> list[RectangleKernel]:
+    def of_part(cls, part: Runs) -> list[RectangleKernel]:
         """Divide a part into batches."""
         counts = part.num_queries.tolist()
         lengths = part.num_keys.tolist()
@@ -78,8 +54,8 @@ class RectangleKernel:
         for runs in alike.values():
             for places in by_length([counts[run] for run in runs]):
                 batch = [runs[place] for place in places]
-                queries, real = rectangle(part.queries, part.num_queries, batch)
-                rows, _ = rectangle(part.keys, part.num_keys, batch)
+                queries, real = padded(part.queries, part.num_queries, batch)
+                rows, _ = padded(part.keys, part.num_keys, batch)
                 own = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]
                 skipped = before[batch] if aligned else None
                 kernels.append(cls(queries, rows, skipped, own, queries[real], part.causal))
@@ -87,11 +63,14 @@ class RectangleKernel:
 
     @property
     def keys(self) -> Tensor:
-        """The rows of the gradients of keys and values."""
+        """The rows of the gradients of keys and values: int64 [m]."""
         return self.key_rows.view(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute the part."""
+        """Return the output [n, heads, d] and the log-sum-exp, fp32 [n, heads].
+
+        q [T, heads, d] are this rank's; k and v [CP * T, groups, d] are gathered.
+        """
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _heads_first(q, self.queries),
             _heads_first(k, self.key_rows),
@@ -105,14 +84,14 @@ class RectangleKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the part's gradients."""
-        padded = grad[self.queries]
+        """Return the gradients of q [n, heads, d], and of k and v [m, groups, d] at `keys`."""
+        padded_grad = grad[self.queries]
         if self.real is not None:  # a pad repeats a query, whose gradient counts once
-            keep = padded.new_zeros(self.queries.numel())
+            keep = padded_grad.new_zeros(self.queries.numel())
             keep[self.real] = 1
-            padded *= keep.view(*self.queries.shape, 1, 1)
+            padded_grad *= keep.view(*self.queries.shape, 1, 1)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            padded.transpose(1, 2),
+            padded_grad.transpose(1, 2),
             _heads_first(q, self.queries),
             _heads_first(k, self.key_rows),
             _heads_first(v, self.key_rows),
@@ -156,13 +135,13 @@ class VarlenKernel:
     causal: bool
 
     @classmethod
-    def of_part(cls, part: PrefixPart, device: torch.device) -> VarlenKernel:
+    def of_part(cls, part: Runs, device: torch.device) -> VarlenKernel:
         """Lay a part out on `device`."""
         return cls(
             part.queries.to(device),
             part.keys.to(device),
-            borders(part.num_queries).int().to(device),
-            borders(part.num_keys).int().to(device),
+            offsets(part.num_queries).int().to(device),
+            offsets(part.num_keys).int().to(device),
             int(part.num_queries.max()),
             int(part.num_keys.max()),
             part.causal,
@@ -173,7 +152,7 @@ class VarlenKernel:
         return [-1, 0] if self.causal else [-1, -1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute the part."""
+        """See `RectangleKernel.forward`."""
         out, lse, _ = torch.ops.torch_attn._varlen_attn(
             q[self.slots],
             k[self.keys],
@@ -185,15 +164,14 @@ class VarlenKernel:
             self.causal,
             scale=scale,
             window_size=self._window,
-            # before torch 2.12 it takes fewer heads of keys without being told
-            **({"enable_gqa": True} if "enable_gqa" in varlen_arguments() else {}),
+            **_gqa_option(),
         )
         return out, lse.t()
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the part's gradients."""
+        """See `RectangleKernel.backward`."""
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
             grad[self.slots],
             q[self.slots],
@@ -213,23 +191,16 @@ class VarlenKernel:
         return gradients
 
 
-def varlen_merges() -> bool:
-    """Whether this torch's variable-length attention has what the parts need."""
-    return {"scale", "window_size"} <= varlen_arguments()
-
-
 @cache
-def varlen_arguments() -> frozenset[str]:
-    """What torch's operator takes; nothing where there is none, or none for the backward pass."""
-    try:
-        import torch.nn.attention.varlen  # defines the operators
-    except ImportError:
-        return frozenset()
-    operators = torch.ops.torch_attn
-    if not hasattr(operators, "_varlen_attn_backward"):
-        return frozenset()
-    arguments = operators._varlen_attn.default._schema.arguments
-    return frozenset(argument.name for argument in arguments)
+def _gqa_option() -> dict[str, bool]:
+    """The option for fewer heads of keys, which the operator has since torch 2.12."""
+    import torch.nn.attention.varlen  # defines the operators
+
+    arguments = torch.ops.torch_attn._varlen_attn.default._schema.arguments
+    return {"enable_gqa": True} if "enable_gqa" in {each.name for each in arguments} else {}
+
+
+Kernel = RectangleKernel | VarlenKernel
 
 
 def kernels_of(layout: PackLayout, *, varlen: bool) -> tuple[Kernel, ...]:

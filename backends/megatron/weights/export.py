@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.hf_tensors import hf_shapes, model_entries, weight_tensors
-from backends.megatron.convert.layout import Slice, owned_parameters, tp_slice, unpack
+from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
+from backends.megatron.convert.layout import Slice, owned_parameters, tp_slice, unpack, weight_specs
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
@@ -46,15 +45,6 @@ Head = Literal["lm", "value"]
 # buffers: one is being sent, or (on rank 0) consumed, while the next is filled
 _IN_FLIGHT = 2
 _ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
-
-
-def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
-    """The name, shape and dtype of every weight of the model, in the order of `weight_tensors`."""
-    name = str(dtype).removeprefix("torch.")
-    return [
-        TensorSpec(hf_name, shape, each)
-        for _, hf_name, shape, each in weight_tensors(arch, name, head)
-    ]
 
 
 @dataclass(frozen=True)

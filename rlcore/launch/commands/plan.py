@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
-from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.hf_tensors import weight_tensors
+from backends.megatron.convert.architecture import Architecture, weight_tensors
 from backends.megatron.convert.read import read_models
 from rlcore.config import Config
 from rlcore.config.checks.all_checks import check

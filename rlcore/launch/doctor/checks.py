@@ -170,14 +170,14 @@ def _kernels(run: Run, ours: Interpreter) -> Iterator[Check]:
         return
     if ours.te and takes_te and not run.config.run.deterministic:
         yield Check("ok", "kernels", f"{installed}; chosen: its layers and its attention")
-    elif ours.varlen and run.config.model.dtype == "bf16":
+    elif run.config.model.dtype == "bf16":
         level = "ok" if te or not takes_te else "note"
         advice = "" if level == "ok" else "Transformer Engine (extra te) is faster: " + INSTALL
         found = f"{layers}, torch's variable-length flash attention"
         yield Check(level, "kernels", found, "", advice)
     else:
-        advice = "slow: train in bf16, with a torch that has torch.nn.attention.varlen"
-        yield Check("note", "kernels", f"{layers}, attention by sequence length", "", advice)
+        found = f"{layers}, attention by sequence length"
+        yield Check("note", "kernels", found, "", "slow: train in bf16")
     if ours.uncompiled and not run.config.run.deterministic:
         needed = "triton and a C compiler, with which the LM head takes a third of the time"
         advice = "install what is missing, such as gcc"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
+from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
 from backends.megatron.convert.read import read_architecture
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError, ModelError

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
 from backends.megatron.convert.layout import Slice, global_name, pack, tp_slice, unpack
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.read import read_architecture

@@ -13,8 +13,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
+from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.model.layers import choose_layers

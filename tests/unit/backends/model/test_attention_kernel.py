@@ -39,13 +39,6 @@ def causal(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scale: float) -> Tenso
     return out
 
 
-def of_torch_2_10(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
-    max_q: int, max_k: int, is_causal: bool = False, return_aux: Any = None,
-) -> Tensor:  # fmt: skip
-    raise AssertionError("it has no scale")
-
-
 def of_torch_2_11(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
     max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None,
@@ -121,10 +114,7 @@ def test_single_precision_on_cuda_copies_keys_for_a_kernel_that_takes_no_groups(
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
-def test_a_torch_without_scale_falls_back(of_torch: Callable[[Any], None]) -> None:
-    of_torch(of_torch_2_10)
-    assert not attention.uses_varlen(torch.device("cuda"), HALF)
-    of_torch(of_torch_2_11)
+def test_flash_attention_serves_half_precision_on_cuda() -> None:
     assert attention.uses_varlen(torch.device("cuda"), HALF)
     assert not attention.uses_varlen(torch.device("cuda"), torch.float32)
     assert not attention.uses_varlen(torch.device("cpu"), HALF)
@@ -142,5 +132,5 @@ def test_flash_attention_3_on_a_hopper_that_has_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     of_torch(of_torch_2_12)
-    assert attention.uses_varlen(torch.device("cuda"), HALF)
+    attention._varlen_attention()
     assert activated == (["FA3"] if installed and capability == 9 else [])

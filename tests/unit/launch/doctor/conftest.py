@@ -53,7 +53,7 @@ def examined(
     from rlcore import cli
 
     def examine(*settings: str, **trainer: Any) -> tuple[int, dict[str, str]]:
-        python = stub("trainer", **{"varlen": True, "te": False} | trainer)
+        python = stub("trainer", **{"te": False} | trainer)
         monkeypatch.setattr(
             checks,
             "ask",

@@ -194,7 +194,7 @@ def test_gpus_and_what_will_be_chosen_on_them(examined, nvidia_smi):
     assert "Transformer Engine 2.9.0; chosen: its layers and its attention" in lines["kernels"]
     _, lines = examined("policy.transformer_engine=off", gpus=8, **te)
     assert "chosen: megatron-core local layers, torch's variable-length" in lines["kernels"]
-    _, lines = examined("run.seed=1", gpus=8, varlen=False)
+    _, lines = examined("model.dtype=fp32", gpus=8)
     assert lines["kernels"].startswith("note")
     assert "attention by sequence length" in lines["kernels"]
 
