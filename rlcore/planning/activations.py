@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import isqrt
+from math import ceil, isqrt
 
 from rlcore.planning.memory import Layout, Load, Recompute, padded_vocab
 from rlcore.planning.shape import ModelShape
@@ -51,8 +51,7 @@ def gather_buffer_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
 def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
     """Return the most that a layer holds in a pass without gradients."""
     shape = layout.of_stage(shape, stage)
-    t = load.tokens / layout.context
-    s = t / layout.tensor if layout.sequence else t
+    t, s = _rows(layout, load)
     b = load.dtype_bytes
     residual = 3 * b * s * shape.hidden
     # the MLP's first product and SwiGLU, or SwiGLU and its second product
@@ -69,6 +68,12 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
         gathered = t * shape.hidden * layout.sequence
         moments.append(b * (gathered + _targets(layout, load) * shape.hidden) + tiles)
     return round(max(moments))
+
+
+def _rows(layout: Layout, load: Load) -> tuple[float, float]:
+    """Return a rank's rows of a pack: t inside attention and MLP, and s of the residual stream."""
+    t = load.tokens / layout.context
+    return t, t / layout.tensor if layout.sequence else t
 
 
 def _targets(layout: Layout, load: Load) -> float:
@@ -108,18 +113,33 @@ def _passes(layout: Layout, micro_batches: int, stage: int) -> Iterator[tuple[li
     Interleaved, the chunks take turns for as many micro-batches as there are stages, forward from
     the first and backward from the last; this repeats itself from the third turn on.
     """
-    behind = layout.pipeline - stage - 1
     chunks = layout.virtual_pipeline
+    ahead = _ahead(layout, stage)
     if chunks == 1:
-        yield [min(behind + 1, micro_batches)], 0
+        yield [min(ahead, micro_batches)], 0
         return
-    ahead = 2 * behind + (chunks - 1) * layout.pipeline + 1
     turn = [chunk for chunk in range(chunks) for _ in range(layout.pipeline)]
     forward = turn * min(-(-micro_batches // layout.pipeline), 3)
     backward = [chunks - 1 - chunk for chunk in forward]
     for done, chunk in enumerate(backward):
         begun = forward[: ahead + done]
         yield [begun.count(k) - backward[:done].count(k) for k in range(chunks)], chunk
+
+
+def _ahead(layout: Layout, stage: int) -> int:
+    """Return the forward passes of chunks that a stage has begun when its first runs backward."""
+    behind = layout.pipeline - stage - 1
+    if layout.virtual_pipeline == 1:
+        return behind + 1
+    return 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
+
+
+def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> int:
+    """Return the micro-batches that show a stage's peak: as many as its schedule runs ahead."""
+    if layout.virtual_pipeline == 1:
+        return min(_ahead(layout, stage), micro_batches)
+    rounds = ceil(_ahead(layout, stage) / (layout.virtual_pipeline * layout.pipeline))
+    return min(rounds * layout.pipeline, micro_batches)
 
 
 def _of_chunks(
@@ -205,8 +225,7 @@ def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float
     from the gradient of its output, which itself is free by then. So is nothing of the layer's
     residual stream, whose gradient comes twice.
     """
-    t = load.tokens / layout.context
-    s = t / layout.tensor if layout.sequence else t
+    t, s = _rows(layout, load)
     return load.dtype_bytes * (4 * t * shape.ffn / layout.tensor + 2 * s * shape.hidden)
 
 
@@ -217,8 +236,7 @@ def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> f
     experts, the rows are sorted, and their outputs are there twice: one by one and joined, then
     joined and in the order of the tokens.
     """
-    t = load.tokens / layout.context
-    s = t / layout.tensor if layout.sequence else t
+    _, s = _rows(layout, load)
     sent = s * shape.topk
     received = sent * load.routing_skew if layout.expert > 1 else sent
     at_experts = received * layout.expert_tensor
@@ -247,13 +265,9 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
 
 
 def _layer_bytes(layer: ModelShape, layout: Layout, load: Load, recompute: Recompute) -> float:
-    """Return the bytes that one layer keeps of one pack.
-
-    s: this rank's rows of the residual stream; t: its rows inside attention and MLP.
-    """
+    """Return the bytes that one layer keeps of one pack."""
     b = load.dtype_bytes
-    t = load.tokens / layout.context
-    s = t / layout.tensor if layout.sequence else t
+    t, s = _rows(layout, load)
     residual = b * s * layer.hidden
     if recompute == "full":
         return residual

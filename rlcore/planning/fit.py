@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from rlcore.planning.activations import gather_buffer_bytes, scoring_bytes, training_bytes
-from rlcore.planning.communicators import communicators, nccl_bytes
+from rlcore.planning.devices import GPUS_PER_NODE, Gpu
 from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import (
     Layout,
     Load,
+    Recompute,
     Weights,
     gradient_bytes,
     optimizer_bytes,
     rank_weights,
 )
-from rlcore.planning.shape import ModelShape
+from rlcore.planning.speed import StepTime, step_time
 
 GIB = 1 << 30
 # Share of a GPU for CUDA's context, workspaces of matmuls, and fragments of the allocator.
@@ -71,21 +74,6 @@ def needs(layout: Layout, job: Job) -> Needs:
     return Needs(found.stage, resident, phases)
 
 
-def policy_weights(layout: Layout, job: Job) -> Weights:
-    """Return the weights of the pipeline stage that holds most."""
-    stages = (
-        rank_weights(job.shape, layout, stage, vocab_multiple=job.vocab_multiple)
-        for stage in range(layout.pipeline)
-    )
-    return max(stages, key=lambda weights: weights.total)
-
-
-def kv_bytes_per_token(shape: ModelShape, tensor: int, *, dtype_bytes: int) -> float:
-    """Return the bytes of K and V of a token on each of an engine's tensor-parallel ranks."""
-    heads = shape.groups / min(tensor, shape.groups)
-    return 2 * shape.layers * heads * shape.head_dim * dtype_bytes
-
-
 def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
     """Estimate the needs of one pipeline stage, without publications and NCCL."""
     resident: dict[str, int] = {}
@@ -136,3 +124,127 @@ def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Wei
         vocab_multiple=load.vocab_multiple,
         value_head=model.value_head,
     )
+
+
+# --- NCCL -----------------------------------------------------------------------------------------
+
+# NCCL gives each channel of a communicator a buffer for each of its three protocols (NCCL 2.27,
+# src/init.cc, computeBuffSizes): 4 + 4.7 + 0.5 MiB, in pages of 2 MiB. An all-to-all has a buffer
+# of 2 MiB for each channel and each peer of the node (sizes as in NVIDIA/nccl issue 1685). torch
+# makes a communicator at a group's first call: groups of one rank and unused ones cost nothing.
+MIB = 1 << 20
+CHANNELS = 16  # assumed of a communicator; NCCL chooses, at most NCCL_MAX_CTAS (32)
+RING_BYTES = 10 * MIB  # of a channel
+PEER_BYTES = 2 * MIB  # of a channel and a peer that sends
+
+
+def communicators(layout: Layout, job: Job) -> int:
+    """Return how many groups the busiest rank joins, those of a publication included."""
+    groups = len(training_groups(layout, moe=job.shape.experts > 0, tied=job.shape.tied))
+    if job.publication is None:
+        return groups
+    exchanges_parts = layout.tensor * layout.pipeline * layout.expert > 1
+    broadcasts = job.publication.is_everywhere(layout) and layout.gpus > 1
+    return groups + exchanges_parts + broadcasts + job.publication.engines_of_a_sender(layout)
+
+
+def nccl_bytes(layout: Layout, job: Job) -> int:
+    """Return the bytes of the buffers of a rank's communicators."""
+    peers = min(layout.expert, GPUS_PER_NODE) - 1
+    return CHANNELS * (communicators(layout, job) * RING_BYTES + peers * PEER_BYTES)
+
+
+def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
+    """Return the groups of a training step that a rank joins, with their sizes.
+
+    The rank is of the first or last stage, which share tied embeddings.
+    """
+    tp = layout.tensor
+    pp = layout.pipeline
+    sizes = {
+        "tensor": tp,
+        "pipeline": pp,
+        "context": layout.context,
+        "data and context": layout.data * layout.context,
+        "embeddings": 2 if tied and pp > 1 else 1,
+    }
+    if moe:
+        sizes["expert"] = layout.expert
+        sizes["expert tensor"] = layout.expert_tensor
+        sizes["expert and its tensor"] = layout.expert * layout.expert_tensor
+        sizes["expert data"] = layout.expert_data
+    # for the norm of the gradient
+    if layout.distributed:
+        sizes["whole optimizer"] = layout.gpus
+    else:
+        sizes["model"] = tp * pp
+        sizes["model with experts"] = layout.expert * layout.expert_tensor * pp if moe else 1
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """One layout with its needs and its time."""
+
+    layout: Layout
+    needs: Needs
+    time: StepTime
+
+    def fits(self, capacity: int) -> bool:
+        """Whether it fits on GPUs of `capacity` bytes."""
+        return self.needs.peak <= usable(capacity)
+
+
+def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
+    """Estimate the needs and the time of a layout."""
+    return Option(layout, needs(layout, job), step_time(layout, job, gpu))
+
+
+def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> list[Option]:
+    """Return all admissible layouts, the fastest first.
+
+    Args:
+        admits: whether the model and the backend accept a layout.
+    """
+    judged = [judge(layout, job, gpu) for layout in _layouts(gpus, job) if admits(layout)]
+    return sorted(judged, key=by_time)
+
+
+def by_time(option: Option) -> tuple[float, int]:
+    """Order options: the fastest first, of equals the smallest."""
+    return option.time.total, option.needs.peak
+
+
+def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
+    experts = max(model.shape.experts for model in job.trained)
+    has_mlp = any(model.shape.moe_layers < model.shape.layers for model in job.trained)
+    recomputed = [
+        recompute for recompute in get_args(Recompute)
+        if (has_mlp or "mlp" not in recompute) and (experts or "moe" not in recompute)
+    ]  # fmt: skip
+    for tensor in _divisors(gpus, limit=GPUS_PER_NODE):
+        for pipeline in _divisors(gpus // tensor, limit=job.shape.layers):
+            for context in _divisors(gpus // tensor // pipeline, limit=GPUS_PER_NODE):
+                data = gpus // tensor // pipeline // context
+                if data > job.sequences:
+                    continue
+                # Experts are spread over expert-parallel ranks alone, whole.
+                for expert in _divisors(gpus // pipeline, limit=experts) if experts else (1,):
+                    base = Layout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        data=data,
+                        expert=expert,
+                        expert_tensor=1 if expert > 1 else tensor,
+                        sequence=tensor > 1,
+                    )
+                    base = replace(base, distributed=base.has_copies)
+                    yield from (replace(base, recompute=recompute) for recompute in recomputed)
+
+
+def _divisors(number: int, *, limit: int) -> list[int]:
+    return [n for n in range(1, min(number, limit) + 1) if number % n == 0]

@@ -7,11 +7,10 @@ from dataclasses import asdict, replace
 from math import ceil
 
 from rlcore.planning.devices import Gpu
-from rlcore.planning.fit import RESERVED, gib, kv_bytes_per_token, usable
+from rlcore.planning.fit import RESERVED, Option, gib, usable
 from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout
 from rlcore.planning.publication import Publication
-from rlcore.planning.search import Option
 from rlcore.planning.shape import ModelShape
 
 SHOWN = 8
@@ -149,7 +148,8 @@ def _engine(option: Option, shape: ModelShape, published: Publication, capacity:
             f"{'none':>10}  for {engine}: its weights ({gib(weights)}){next_to} are"
             f" {gib(state - left)} too much; raise rollout.engine.tensor_parallel"
         )
-    per_token = kv_bytes_per_token(shape, tensor, dtype_bytes=published.engine_dtype_bytes)
+    heads = shape.groups / min(tensor, shape.groups)
+    per_token = 2 * shape.layers * heads * shape.head_dim * published.engine_dtype_bytes
     return f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 

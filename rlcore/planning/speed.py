@@ -10,9 +10,8 @@ from dataclasses import astuple, dataclass
 from math import ceil
 
 from rlcore.planning.devices import GPUS_PER_NODE, Gpu
-from rlcore.planning.fit import policy_weights
 from rlcore.planning.job import Job
-from rlcore.planning.memory import Layout
+from rlcore.planning.memory import Layout, Weights, rank_weights
 from rlcore.planning.shape import ModelShape
 
 ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
@@ -87,6 +86,15 @@ def _sent_by_replicas(layout: Layout, job: Job) -> Iterator[tuple[float, int, in
     each = 4 + job.dtype_bytes if layout.distributed else 8
     yield each * weights.dense, copies, layout.tensor * copies
     yield each * weights.expert, layout.expert_data, layout.gpus // layout.pipeline
+
+
+def policy_weights(layout: Layout, job: Job) -> Weights:
+    """Return the weights of the pipeline stage that holds most."""
+    stages = (
+        rank_weights(job.shape, layout, stage, vocab_multiple=job.vocab_multiple)
+        for stage in range(layout.pipeline)
+    )
+    return max(stages, key=lambda weights: weights.total)
 
 
 def _rows(layout: Layout, job: Job) -> float:

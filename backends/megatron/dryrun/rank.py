@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -13,14 +13,18 @@ import torch
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedTensor,
+        apply_factories,
+        is_main_replica,
+    )
 
     from backends.megatron.backend import MegatronBackend
     from backends.megatron.batch.local_batch import LocalBatch, LocalMinibatch
     from backends.megatron.batch.update_record import UpdateRecord
     from backends.megatron.checkpoint.save_load import _sharded_state
-    from backends.megatron.dryrun.peers import Peers
-    from backends.megatron.dryrun.stubs import without_peers
+    from backends.megatron.dryrun.stubs import Peers, without_peers
     from backends.megatron.dryrun.usage import Phase, Usage, storage_bytes
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.training.passes import SwappedIn, critic_loss, policy_loss
@@ -266,28 +270,15 @@ def _publish(backend: MegatronBackend, *, everywhere: bool) -> tuple[int, int]:
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
     """The tensors that this rank would write, of all that its models hold."""
     with backend._all_on_device():
-        written = [
-            tensor
-            for saved in backend._saved
-            for tensor in _shards(_sharded_state(saved, backend.parallel, optimizer=True))
-            if not any(_flat(tensor.replica_id))
+        states = [
+            _sharded_state(saved, backend.parallel, optimizer=True) for saved in backend._saved
         ]
-    sizes = (t.data.numel() * t.data.element_size() for t in written if t.data is not None)
+        for state in states:
+            apply_factories(state)
+    written = [
+        tensor.data
+        for tensor in nested_values({"models": states})
+        if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id)
+    ]
+    sizes = (data.numel() * data.element_size() for data in written if data is not None)
     return len(written), sum(sizes)
-
-
-def _shards(state: Any) -> Iterator[ShardedTensor]:
-    if isinstance(state, ShardedTensorFactory):
-        yield from _shards(state.build())
-    elif isinstance(state, ShardedTensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _shards(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _shards(value)
-
-
-def _flat(replica: Any) -> tuple[int, ...]:
-    return replica if isinstance(replica, tuple) else (replica,)

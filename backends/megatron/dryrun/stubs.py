@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -16,16 +17,20 @@ from torch import Tensor, UntypedStorage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from backends.megatron.checks.layout import layers_of_stages
+from backends.megatron.convert.architecture import model_entries
+from backends.megatron.convert.layout import LAYER
 from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import megatron_device, replaced
 from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
-from backends.megatron.dryrun.peers import Peers
 from backends.megatron.dryrun.usage import Usage
+from backends.megatron.model.gpt import padded_vocab_size
 from backends.megatron.training import offload
 from backends.megatron.training.offload import OffloadedTensors
 from backends.megatron.weights import export
-from backends.megatron.weights.export import WeightExporter
+from backends.megatron.weights.export import WeightExporter, _Coordinates, _Source
 from rlcore.algorithms import types
+from rlcore.config.sections.policy import ParallelConfig
 
 # what a dry run cannot know, and leaves out of its bytes
 LEFT_OUT = (
@@ -34,6 +39,76 @@ LEFT_OUT = (
     "the sizes that other ranks send: every rank is taken to be like this one",
     "what the ranks agree on when they write a checkpoint, and the writing",
 )
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of the world, in Megatron's order "tp-cp-ep-dp-pp", and what they would answer."""
+
+    parallel: ParallelConfig
+    world: int
+    vocab_divisible_by: int = 1
+
+    @property
+    def of_a_stage(self) -> int:
+        """The number of ranks of a pipeline stage."""
+        return self.world // self.parallel.pipeline
+
+    def coordinates(self) -> list[tuple[int, int]]:
+        """(data-parallel index, stage) of every rank."""
+        shards = self.parallel.tensor * self.parallel.context
+        return [
+            (rank % self.of_a_stage // shards, rank // self.of_a_stage)
+            for rank in range(self.world)
+        ]
+
+    def of_exporter(self) -> list[_Coordinates]:
+        """The coordinates that a `WeightExporter` gathers."""
+        p = self.parallel
+        expert_tensor = p.expert_tensor or p.tensor
+        found = []
+        for rank in range(self.world):
+            own = rank % self.of_a_stage
+            found.append(
+                _Coordinates(
+                    tp=own % p.tensor,
+                    stage=rank // self.of_a_stage,
+                    replica=own // p.tensor,
+                    etp=own % expert_tensor,
+                    ep=own // expert_tensor % p.expert,
+                    expert_replica=own // (expert_tensor * p.expert),
+                )
+            )
+        return found
+
+    def padded_vocab(self, exporter: Any) -> int:
+        """The rows of the vocabulary, which stages without it learn from the others."""
+        return padded_vocab_size(
+            exporter.arch.vocab_size, self.vocab_divisible_by, self.parallel.tensor
+        )
+
+    def sources(self, exporter: Any) -> dict[str, _Source]:
+        """The pipeline stage that owns each tensor."""
+        stages = self._stages_of_layers(exporter.arch.num_layers)
+        found: dict[str, _Source] = {}
+        for entry in model_entries(exporter.arch, exporter.head):
+            layer = LAYER.match(entry.megatron)
+            if layer is not None:
+                stage = stages[int(layer[1])]
+            else:
+                stage = 0 if entry.megatron.startswith("embedding.") else self.parallel.pipeline - 1
+            found |= {name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)}
+        return found
+
+    def _stages_of_layers(self, layers: int) -> list[int]:
+        chunks = self.parallel.virtual_pipeline
+        each = layers_of_stages(layers, self.parallel)
+        return [
+            stage
+            for _ in range(chunks)
+            for stage, count in enumerate(each)
+            for _ in range(count // chunks)
+        ]
 
 
 @contextmanager

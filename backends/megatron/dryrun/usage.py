@@ -35,7 +35,6 @@ class Peak:
 class Phase:
     """The counts of one phase."""
 
-    at_start: int
     peak: Peak
     # (group, operation) -> [calls, bytes of the largest tensor of each call]
     collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)
@@ -61,13 +60,13 @@ class Usage:
         self._watches: dict[int, _Watch] = {}
         self._host: set[int] = set()
         self._on_host = 0
-        self._phase = Phase(0, Peak(0, "", ""))
+        self._phase = Phase(Peak(0, "", ""))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Inside, everything is counted under `name`."""
         before = self._phase
-        self._phase = self.phases[name] = Phase(self.live, Peak(self.live, "", "its start"))
+        self._phase = self.phases[name] = Phase(Peak(self.live, "", "its start"))
         try:
             yield self._phase
         finally:

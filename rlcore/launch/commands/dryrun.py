@@ -14,8 +14,8 @@ from rlcore.config import Config
 from rlcore.config.derived import world_size
 from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
-from rlcore.planning.communicators import nccl_bytes
-from rlcore.planning.fit import GIB, Needs, gib, model_weights, stage_needs, usable
+from rlcore.planning.activations import micro_batches_in_flight
+from rlcore.planning.fit import GIB, Needs, gib, model_weights, nccl_bytes, stage_needs, usable
 from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout, Load
 from rlcore.planning.report import describe
@@ -59,7 +59,8 @@ def dry_run(
     peaks = []
     for rank in chosen:
         stage = rank // (world // layout.pipeline)
-        in_flight = replace(load, micro_batches=micro_batches_in_flight(layout, load, stage))
+        packs = micro_batches_in_flight(layout, load.micro_batches, stage)
+        in_flight = replace(load, micro_batches=packs)
         work = Work(
             in_flight.micro_batches, in_flight.tokens, job.length, job.trainable, job.siblings
         )
@@ -103,16 +104,6 @@ def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
     check_others(others, config.policy.parallel, world)
     check_vocabularies(others, arch)
     return arch, make_job(config, arch, others)
-
-
-def micro_batches_in_flight(layout: Layout, load: Load, stage: int) -> int:
-    """Return the micro-batches that show a stage's peak: as many as its schedule runs ahead."""
-    behind = layout.pipeline - stage - 1
-    if layout.virtual_pipeline == 1:
-        return min(behind + 1, load.micro_batches)
-    chunks = 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
-    rounds = -(-chunks // (layout.virtual_pipeline * layout.pipeline))
-    return min(rounds * layout.pipeline, load.micro_batches)
 
 
 def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]:

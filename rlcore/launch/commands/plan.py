@@ -29,6 +29,7 @@ from rlcore.config.sections.training import ClusterConfig
 from rlcore.config.yaml_settings import render_config
 from rlcore.errors import ConfigError, UserError
 from rlcore.planning.devices import GPUS, GPUS_PER_NODE
+from rlcore.planning.fit import Option, by_time, judge, options
 from rlcore.planning.job import Frozen, Job, Trained
 from rlcore.planning.memory import Layout, Recompute, RecomputeMethod
 from rlcore.planning.publication import (
@@ -40,7 +41,6 @@ from rlcore.planning.publication import (
     together,
 )
 from rlcore.planning.report import describe, report
-from rlcore.planning.search import Option, by_time, judge, options
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from rlcore.planning.devices import GPUS
-from rlcore.planning.fit import policy_weights
 from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import Layout
 from rlcore.planning.shape import ModelShape
-from rlcore.planning.speed import StepTime, fullness, step_time
+from rlcore.planning.speed import StepTime, fullness, policy_weights, step_time
 
 H100 = GPUS["H100"]
 # Widths that fill whole tiles of 128 x 256; a layer has 2^20 x (4 + 3 x 2) weights and attends with

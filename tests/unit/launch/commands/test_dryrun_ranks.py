@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlcore.errors import UserError
-from rlcore.launch.commands.dryrun import _ranks, micro_batches_in_flight
-from rlcore.planning.memory import Layout, Load
-
-LOAD = Load(tokens=100, micro_batches=16, trainable=50)
+from rlcore.launch.commands.dryrun import _ranks
+from rlcore.planning.activations import micro_batches_in_flight
+from rlcore.planning.memory import Layout
 
 
 @pytest.mark.parametrize(
@@ -34,9 +33,8 @@ def test_a_rank_that_there_is_not_is_refused() -> None:
 
 def test_a_stage_shows_its_peak_once_its_schedule_has_run_ahead() -> None:
     plain = Layout(pipeline=4)
-    assert [micro_batches_in_flight(plain, LOAD, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(plain, 16, stage) for stage in range(4)] == [4, 3, 2, 1]
     # of two stages with two chunks each, the first runs 5 chunks ahead: of 4 micro-batches
     virtual = Layout(pipeline=2, virtual_pipeline=2)
-    assert [micro_batches_in_flight(virtual, LOAD, stage) for stage in range(2)] == [4, 2]
-    few = Load(tokens=100, micro_batches=2, trainable=50)
-    assert micro_batches_in_flight(plain, few, 0) == micro_batches_in_flight(virtual, few, 0) == 2
+    assert [micro_batches_in_flight(virtual, 16, stage) for stage in range(2)] == [4, 2]
+    assert micro_batches_in_flight(plain, 2, 0) == micro_batches_in_flight(virtual, 2, 0) == 2
