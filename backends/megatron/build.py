@@ -19,13 +19,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import named_weights
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.read import read_architecture
-from backends.megatron.model.gpt import (
-    build_chunks,
-    in_dtype,
-    padded_vocab_size,
-    transformer_config,
-    with_gradients,
-)
+from backends.megatron.model.gpt import build_chunks, in_dtype, transformer_config, with_gradients
 from backends.megatron.model.layers import layer_fields, layers_of
 from backends.megatron.model.routing_replay import replay_routing
 from backends.megatron.parallel.agreement import raise_on_all_ranks
@@ -35,6 +29,7 @@ from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_wei
 from rlcore.config import Config
 from rlcore.config.sections.policy import OptimizerConfig
 from rlcore.errors import ConfigError
+from rlcore.planning.memory import padded_vocab_size
 from rlcore.timeline.start import START
 from rlcore.weights import DTYPES
 

@@ -23,13 +23,13 @@ with importing_megatron():
     from backends.megatron.model.gpt import (
         build_chunks,
         in_dtype,
-        padded_vocab_size,
         transformer_config,
     )
     from backends.megatron.parallel.state import ParallelState, init_parallel
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.planning.memory import padded_vocab_size
 from rlcore.stores import bound_store
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import factory

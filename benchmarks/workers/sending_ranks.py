@@ -23,15 +23,14 @@ with importing_megatron():
     from backends.megatron.model.gpt import (
         build_chunks,
         in_dtype,
-        padded_vocab_size,
         transformer_config,
     )
     from backends.megatron.parallel.state import destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
-
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.interfaces import RankAddress
+from rlcore.planning.memory import padded_vocab_size
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.sender_ranks import SenderRanks

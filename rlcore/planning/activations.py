@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, isqrt
 
-from rlcore.planning.memory import Layout, Load, Recompute, padded_vocab
+from rlcore.planning.memory import Layout, Load, Recompute, padded_vocab_size
 from rlcore.planning.shape import ModelShape
 
 
@@ -194,7 +194,7 @@ def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     The gradient of its weight is whole, in the model's dtype, before it is added to fp32's; the
     gradient of its output is gathered.
     """
-    vocabulary = padded_vocab(shape, layout, load.vocab_multiple) / layout.tensor
+    vocabulary = padded_vocab_size(shape.vocab, load.vocab_multiple, layout.tensor) / layout.tensor
     return load.dtype_bytes * shape.hidden * (vocabulary + load.tokens / layout.context)
 
 
@@ -255,7 +255,7 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     """
     b = load.dtype_bytes
     hidden = shape.hidden
-    vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
+    vocabulary = padded_vocab_size(shape.vocab, load.vocab_multiple, layout.tensor) // layout.tensor
     rows = max(1, round(_targets(layout, load)))
     width = max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1)
     width = min(width - (width % 128 if width > 128 else 0), vocabulary)

@@ -118,11 +118,7 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
 def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Weights:
     """Return the parameters of a trained model on a rank of a stage."""
     return rank_weights(
-        model.shape,
-        layout,
-        stage,
-        vocab_multiple=load.vocab_multiple,
-        value_head=model.value_head,
+        model.shape, layout, stage, vocab_multiple=load.vocab_multiple, value_head=model.value_head
     )
 
 

@@ -136,7 +136,7 @@ def rank_weights(
     tp = layout.tensor
     dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
     dense += moe * (shape.shared / tp + shape.router)
-    vocabulary = padded_vocab(shape, layout, vocab_multiple) * shape.hidden / tp
+    vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, tp) * shape.hidden / tp
     first = stage == 0
     last = stage == layout.pipeline - 1
     dense += vocabulary * first + shape.hidden * last
@@ -147,9 +147,10 @@ def rank_weights(
     return Weights(round(dense), round(moe * shape.routed / (layout.expert * layout.expert_tensor)))
 
 
-def padded_vocab(shape: ModelShape, layout: Layout, multiple: int) -> int:
-    """Return the size of the vocabulary, padded so that tensor parallelism can cut it."""
-    return -(-shape.vocab // (multiple * layout.tensor)) * multiple * layout.tensor
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """The next multiple of `divisible_by` x TP, so that all ranks hold the same number of rows."""
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
 
 
 def gradient_bytes(weights: Weights) -> int:

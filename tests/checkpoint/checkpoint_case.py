@@ -25,7 +25,6 @@ with importing_megatron():
     from backends.megatron.model.gpt import (
         build_chunks,
         in_dtype,
-        padded_vocab_size,
         transformer_config,
         with_gradients,
     )
@@ -34,6 +33,7 @@ with importing_megatron():
     from backends.megatron.weights.export import WeightExporter
     from backends.megatron.weights.folder import export_hf
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
+from rlcore.planning.memory import padded_vocab_size
 from rlcore.weights import DTYPES
 
 GRADIENT_SCALE = (1.0, -0.5, 2.0)

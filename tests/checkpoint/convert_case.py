@@ -14,17 +14,13 @@ from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
     from backends.megatron.checkpoint.save_load import Saved, save_checkpoint
-    from backends.megatron.model.gpt import (
-        build_chunks,
-        in_dtype,
-        padded_vocab_size,
-        transformer_config,
-    )
+    from backends.megatron.model.gpt import build_chunks, in_dtype, transformer_config
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.weights import export
     from backends.megatron.weights.export import WeightExporter
     from backends.megatron.weights.folder import export_hf
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.planning.memory import padded_vocab_size
 from rlcore.weights import DTYPES
 from tests.parity.rank_main import load_chunks
 

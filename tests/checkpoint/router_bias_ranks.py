@@ -15,9 +15,7 @@ with importing_megatron():
         load_weights,
         save_checkpoint,
     )
-    from backends.megatron.model.gpt import (
-        with_gradients,
-    )
+    from backends.megatron.model.gpt import with_gradients
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.training.optimizer import ScheduledOptimizer
     from backends.megatron.weights.export import WeightExporter

@@ -18,14 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.nccl_rules.errors import (
-    Aborted,
-    BufferRace,
-    Mismatch,
-    NcclRuleError,
-    Refused,
-    Stuck,
-)
+from tests.nccl_rules.errors import Aborted, BufferRace, Mismatch, NcclRuleError, Refused, Stuck
 from tests.nccl_rules.group import NcclRulesGroup
 from tests.nccl_rules.guard import guard, synchronize
 

@@ -21,15 +21,11 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.model.gpt import (
-        build_chunks,
-        in_dtype,
-        padded_vocab_size,
-        transformer_config,
-    )
+    from backends.megatron.model.gpt import build_chunks, in_dtype, transformer_config
     from backends.megatron.parallel.state import ParallelState
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.planning.memory import padded_vocab_size
 from rlcore.trainer.objective import Objective
 from tests.process_groups import release_groups
 

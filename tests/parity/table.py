@@ -72,10 +72,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="parity-") as temporary:
         oracle.write_models(Path(temporary) / "models")
         rows = covering_runs.run(
-            chosen,
-            Path(temporary),
-            dtype=options.dtype,
-            environment=ON_CUDA if on_cuda else {},
+            chosen, Path(temporary), dtype=options.dtype, environment=ON_CUDA if on_cuda else {}
         )
         for row in rows:
             bad = not (row.gradient <= bounds[0] and row.logprob <= bounds[1])

@@ -100,10 +100,7 @@ def expected(folder: Path, samples: list[Sample]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_and_gradients_are_those_of_the_engines_experts(
-    name: str,
-    results: Results,
-    expected: dict[str, Any],
-    samples: list[Sample],
+    name: str, results: Results, expected: dict[str, Any], samples: list[Sample]
 ) -> None:
     result = results[name]
     first, second = (score["logprobs"] for score in result["scores"])

@@ -25,15 +25,9 @@ with importing_megatron():
     from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 
     from backends.megatron.backend import MegatronBackend
-    from backends.megatron.checks.transformer_fields import (
-        REFUSED,
-        check_overrides,
-    )
+    from backends.megatron.checks.transformer_fields import REFUSED, check_overrides
     from backends.megatron.model.attention import bucketed_attention
-    from backends.megatron.model.gpt import (
-        padded_vocab_size,
-        transformer_config,
-    )
+    from backends.megatron.model.gpt import transformer_config
     from backends.megatron.training.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_config, make_plan
 
@@ -47,6 +41,7 @@ from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing.plan import MinibatchPlan, padded_length, plan_minibatches
 from rlcore.errors import ConfigError
+from rlcore.planning.memory import padded_vocab_size
 
 CPU = torch.device("cpu")
 ARCH = Architecture(

@@ -18,12 +18,7 @@ from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.launch.commands.plan import configured_layout
 from rlcore.planning.activations import activation_bytes
-from rlcore.planning.memory import (
-    Load,
-    gradient_bytes,
-    optimizer_bytes,
-    rank_weights,
-)
+from rlcore.planning.memory import Load, gradient_bytes, optimizer_bytes, rank_weights
 
 RANKS = Path(__file__).with_name("memory_ranks.py")
 SIZES: dict[str, Any] = {

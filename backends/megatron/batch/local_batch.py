@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,7 @@ class Parts(Sequence[Tensor]):
     vector: Tensor
     slices: tuple[slice, ...]
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Parts: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Parts:
-        if isinstance(index, slice):
-            return Parts(self.vector, self.slices[index])
+    def __getitem__(self, index: Any) -> Any:
         return self.vector[self.slices[index]]
 
     def __len__(self) -> int:
@@ -97,7 +91,7 @@ class ShardMap:
         """The number of trainable tokens of each rank."""
         return [sum(self.lengths[i] for i in order) for order in self.orders]
 
-    def deal(self, vector: Tensor, lengths: Sequence[int] | None = None) -> list[Parts]:
+    def split(self, vector: Tensor, lengths: Sequence[int] | None = None) -> list[Parts]:
         """Return each rank's parts of a vector over the sequences' tokens, as views.
 
         Args:
@@ -107,11 +101,11 @@ class ShardMap:
         empty = (slice(0, 0),)
         return [Parts(vector, tuple(slices[i] for i in o) or empty) for o in self.orders]
 
-    def join(self, dealt: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the vector over all trainable tokens of which each rank has a part."""
         slices = _slices(self.lengths)
-        whole = torch.empty(sum(self.lengths), dtype=dealt[0].dtype)
-        for order, own in zip(self.orders, dealt):
+        whole = torch.empty(sum(self.lengths), dtype=parts[0].dtype)
+        for order, own in zip(self.orders, parts):
             for i, part in zip(order, own.split([self.lengths[i] for i in order])):
                 whole[slices[i]] = part
         return whole
@@ -189,21 +183,20 @@ class LocalBatch:
         """
         shares: list[Share] | None = None
         if vectors is not None:
-            if self._shard_map is None:
-                raise ValueError("only rank 0 hands vectors over; the other ranks pass None")
+            assert self._shard_map is not None, "other ranks than 0 pass None"
             num_trainable = sum(self._shard_map.lengths)
             shares = [{} for _ in self._shard_map.orders]
             for name, value in vectors.items():
                 if name.startswith(BATCH_STATS):
-                    dealt: Sequence[Sequence[Tensor]] = [[value]] * len(shares)
+                    by_rank: Sequence[Sequence[Tensor]] = [[value]] * len(shares)
                 elif value.shape != (num_trainable,):
                     raise ValueError(
                         f"{name}: shape {tuple(value.shape)}, expected one value for each of the "
                         f"{num_trainable} trainable tokens"
                     )
                 else:
-                    dealt = self._shard_map.deal(_plain(value))
-                for share, parts in zip(shares, dealt):
+                    by_rank = self._shard_map.split(_plain(value))
+                for share, parts in zip(shares, by_rank):
                     share[name] = parts
         for name, value in _scatter(shares, self._parallel).items():
             where = self.stats if name.startswith(BATCH_STATS) else self.vectors
@@ -290,24 +283,26 @@ def _plain(vector: Tensor) -> Tensor:
 def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
     """What is sent to each data-parallel rank: views, so that the batch is not there twice."""
     lengths = batch.lengths.tolist()
-    dealt: dict[str, Sequence[Sequence[Tensor]]] = {
-        "tokens": shards.deal(batch.tokens, lengths),
-        "loss_mask": shards.deal(batch.loss_mask, lengths),
+    by_name: dict[str, Sequence[Sequence[Tensor]]] = {
+        "tokens": shards.split(batch.tokens, lengths),
+        "loss_mask": shards.split(batch.loss_mask, lengths),
     }
     if batch.routed_experts is not None:
-        dealt["routed_experts"] = shards.deal(batch.routed_experts, lengths)
+        by_name["routed_experts"] = shards.split(batch.routed_experts, lengths)
     if batch.sampling_mask is not None:
-        dealt |= _dealt_masks(batch.sampling_mask, batch.cu_seqlens, shards)
+        by_name |= _split_masks(batch.sampling_mask, batch.cu_seqlens, shards)
     if batch.versions is not None:
         versions, spans = batch.versions.cut(batch.cu_seqlens)
-        dealt["version_values"] = shards.deal(versions.values, spans.tolist())
-        dealt["version_lengths"] = shards.deal(versions.lengths, spans.tolist())
+        by_name["version_values"] = shards.split(versions.values, spans.tolist())
+        by_name["version_lengths"] = shards.split(versions.lengths, spans.tolist())
     for name, value in batch.vectors.items():
         if name in PER_SEQUENCE and name not in ON_RANK_0:
-            dealt[name] = [[_plain(value)[list(order)]] for order in shards.orders]
+            by_name[name] = [[_plain(value)[list(order)]] for order in shards.orders]
         elif name not in ON_RANK_0:
-            dealt[name] = shards.deal(_plain(value))
-    shares = [{name: parts[d] for name, parts in dealt.items()} for d in range(len(shards.orders))]
+            by_name[name] = shards.split(_plain(value))
+    shares = [
+        {name: parts[d] for name, parts in by_name.items()} for d in range(len(shards.orders))
+    ]
     for share, order in zip(shares, shards.orders):
         ends = accumulate((lengths[i] for i in order), initial=0)
         share["cu_tokens"] = [torch.tensor([*ends], dtype=torch.int64)]
@@ -321,14 +316,14 @@ def _versions(share: dict[str, Tensor]) -> TokenVersions | None:
     return TokenVersions(share.pop("version_values"), share.pop("version_lengths"))
 
 
-def _dealt_masks(
+def _split_masks(
     masks: BatchSamplingMasks, cu_seqlens: Tensor, shards: ShardMap
 ) -> dict[str, Sequence[Sequence[Tensor]]]:
     sizes = masks.offsets[cu_seqlens].diff().tolist()
-    counts = [_joined(parts) for parts in shards.deal(masks.offsets.diff())]
+    counts = [_joined(parts) for parts in shards.split(masks.offsets.diff())]
     zero = torch.zeros(1, dtype=torch.int64)
     return {
-        "mask_tokens": shards.deal(masks.tokens, sizes),
+        "mask_tokens": shards.split(masks.tokens, sizes),
         "mask_offsets": [[zero, own.cumsum(0)] for own in counts],
     }
 

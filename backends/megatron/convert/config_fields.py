@@ -136,10 +136,7 @@ GLM4_MOE: Mapping[str, Field] = {
 }
 
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.
-_ROPE = {
-    "rope_type": Field("text", "default"),
-    "rope_theta": Field("number", 10000.0),
-}
+_ROPE = {"rope_type": Field("text", "default"), "rope_theta": Field("number", 10000.0)}
 _SCALED = {**_ROPE, "factor": Field("number")}
 ROPE: Mapping[str, Mapping[str, Field]] = {
     "default": _ROPE,

@@ -13,13 +13,13 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from backends.megatron.cpu.gloo import contiguous_scatter, uneven_all_gather, uneven_reduce_scatter
 
 _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
@@ -101,7 +101,7 @@ class _Nothing:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """List (owner, attribute, stand-in) of every CUDA call that Megatron makes."""
+    """List (owner, attribute, stub) of every CUDA call that Megatron makes."""
     cuda: Any = torch.cuda
     stream = _Nothing()
 
@@ -132,13 +132,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "set_rng_state", set_state),
         (cuda.random, "get_rng_state", get_state),
         (cuda.random, "set_rng_state", set_state),
-        (torch.distributed, "scatter", contiguous_scatter(torch.distributed.scatter)),
-        (torch.distributed, "all_gather", uneven_all_gather(torch.distributed.all_gather)),
-        (
-            torch.distributed,
-            "reduce_scatter",
-            uneven_reduce_scatter(torch.distributed.reduce_scatter),
-        ),
+        (dist, "scatter", contiguous_scatter(dist.scatter)),
+        (dist, "all_gather", uneven_all_gather(dist.all_gather)),
+        (dist, "reduce_scatter", uneven_reduce_scatter(dist.reduce_scatter)),
     ]
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     if random is not None:
@@ -158,7 +154,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 class _Installed:
-    """The stand-ins, which are global attributes.
+    """The stubs, which are global attributes.
 
     The first context that opens installs them, the last that closes removes them.
     """
@@ -174,16 +170,14 @@ class _Installed:
             self._open += 1
             if self._open == 1:
                 # torch.optim imports it at first use, and its tables refuse a function with two
-                # names: import it before the stand-ins are there.
+                # names: import it before the stubs are there.
                 importlib.import_module("torch._dynamo")
-                stand_ins = _replacements()
-                self._originals = [
-                    (owner, name, getattr(owner, name)) for owner, name, _ in stand_ins
-                ]
-                for owner, name, stand_in in stand_ins:
-                    setattr(owner, name, stand_in)
+                stubs = _replacements()
+                self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stubs]
+                for owner, name, stub in stubs:
+                    setattr(owner, name, stub)
                 # If another library imported Megatron first, its functions are left to the
-                # compiler, whose tables refuse the stand-ins too and are rebuilt after a process
+                # compiler, whose tables refuse the stubs too and are rebuilt after a process
                 # group ends.
                 self._eager = torch.compiler.set_stance("force_eager")
 
@@ -227,7 +221,7 @@ def importing_megatron() -> Iterator[None]:
 
 
 def _uncompiled(model: Any = None, **options: Any) -> Any:
-    """Stands in for `torch.compile`, with and without arguments."""
+    """The stub of `torch.compile`, with and without arguments."""
     return model if model is not None else (lambda function: function)
 
 
@@ -239,3 +233,63 @@ def expected_warnings_off() -> Iterator[None]:
         for message in (*_EXPECTED_WARNINGS, *unneeded):
             warnings.filterwarnings("ignore", message=message)
         yield
+
+
+# --- collectives of gloo --------------------------------------------------------------------------
+
+
+def contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Make chunks contiguous: of others gloo's scatter sends the raw memory, silently."""
+
+    def call(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chunks = [chunk.contiguous() for chunk in scatter_list] if scatter_list else scatter_list
+        return scatter(tensor, chunks, *args, **kwargs)
+
+    return call
+
+
+def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather parts of different sizes by a broadcast of each, since gloo refuses them.
+
+    The tokens of an expert that is split over ranks are such parts.
+    """
+
+    def call(
+        tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or _even(tensor_list):
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, part in enumerate(tensor_list):
+            if part.numel():
+                dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    return call
+
+
+def uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Reduce and scatter parts of different sizes by a reduction of each."""
+
+    def call(
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or _even(input_list):
+            return reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
+        for rank, part in enumerate(input_list):
+            if part.numel():
+                total = part.clone()
+                dist.reduce(total, op=op, group=group, group_dst=rank)
+                if rank == dist.get_rank(group):
+                    output.copy_(total)
+        return None
+
+    return call
+
+
+def _even(parts: Sequence[Tensor]) -> bool:
+    return len({part.shape for part in parts}) <= 1

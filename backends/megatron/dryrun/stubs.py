@@ -24,13 +24,13 @@ from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import megatron_device, replaced
 from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
 from backends.megatron.dryrun.usage import Usage
-from backends.megatron.model.gpt import padded_vocab_size
 from backends.megatron.training import offload
 from backends.megatron.training.offload import OffloadedTensors
 from backends.megatron.weights import export
 from backends.megatron.weights.export import WeightExporter, _Coordinates, _Source
 from rlcore.algorithms import types
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.planning.memory import padded_vocab_size
 
 # what a dry run cannot know, and leaves out of its bytes
 LEFT_OUT = (

@@ -74,14 +74,20 @@ class Fused:
     def __call__(self, *arguments: Any) -> Any:
         """Call it; where the compiler fails, say so once and go on without it."""
         if self._chosen is None:
-            self._chosen = _compile(self._plain, dynamic=not self._rows_only)
+            import torch._inductor.config as inductor
+
+            # the kernels are few, and every rank would start its own workers
+            inductor.compile_threads = 1
+            self._chosen = torch.compile(self._plain, dynamic=not self._rows_only)
         if self._rows_only and self._chosen is not self._plain:
             for tensor in arguments:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         try:
             return self._chosen(*arguments)
         except RuntimeError as error:
-            if self._chosen is self._plain or not _is_compilers(error):
+            from torch._dynamo.exc import TorchDynamoException
+
+            if self._chosen is self._plain or not isinstance(error, TorchDynamoException):
                 raise
             log.warning(
                 "%s runs operation by operation, which is slower, since torch.compile failed: %s",
@@ -90,16 +96,3 @@ class Fused:
             )
             self._chosen = self._plain
             return self._plain(*arguments)
-
-
-def _compile(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-    import torch._inductor.config as inductor
-
-    inductor.compile_threads = 1  # the kernels are few, and every rank would start its own workers
-    return torch.compile(function, dynamic=dynamic)
-
-
-def _is_compilers(error: RuntimeError) -> bool:
-    from torch._dynamo.exc import TorchDynamoException
-
-    return isinstance(error, TorchDynamoException)

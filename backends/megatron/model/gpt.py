@@ -91,12 +91,6 @@ def transformer_config(
         ) from error
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """The next multiple of `divisible_by` x TP, so that all ranks hold the same number of rows."""
-    multiple = divisible_by * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
-
-
 class PackModel(GPTModel):
     """A GPTModel over packs, whose last stage returns what `head` makes of its `labels`."""
 

@@ -116,11 +116,7 @@ class ScheduledOptimizer:
         self._model_storages = {
             p.untyped_storage()._cdata for module in modules for p in module.parameters()
         }
-        self.state = OffloadedTensors(
-            self._own_tensors,
-            device,
-            keep_on_device=not config.offload,
-        )
+        self.state = OffloadedTensors(self._own_tensors, device, keep_on_device=not config.offload)
 
     @property
     def parts(self) -> list[MegatronOptimizer]:

@@ -62,12 +62,7 @@ _DECIDED = (
 
 
 def plan(
-    config: Config,
-    *,
-    trainer_gpus: int | None,
-    engine_gpus: int | None,
-    gpu_memory: int,
-    gpu: str,
+    config: Config, *, trainer_gpus: int | None, engine_gpus: int | None, gpu_memory: int, gpu: str
 ) -> Iterator[str]:
     """Yield lines on the configured layout, on layouts that fit, and the keys of the fastest.
 

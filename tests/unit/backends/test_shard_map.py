@@ -89,12 +89,12 @@ def test_what_rank_0_keeps_of_a_share_is_its_own(of: int) -> None:
     assert part.tolist() == [0.0, 1.0, 2.0], "else an update of it would change the batch"
 
 
-def test_what_was_dealt_comes_back_in_order() -> None:
+def test_split_vectors_are_joined_in_order() -> None:
     whole = batch()
     shards = ShardMap.of(whole, PLANS, 3)
     values = torch.arange(sum(TRAINABLE)) * 1.5
-    dealt = [torch.cat([*parts]) for parts in shards.deal(values)]
-    torch.testing.assert_close(shards.join(dealt), values)
+    parts = [torch.cat([*parts]) for parts in shards.split(values)]
+    torch.testing.assert_close(shards.join(parts), values)
 
 
 @pytest.mark.parametrize("order", [((3, 0),), ((3, 0, 1, 2, 4, 4),)])

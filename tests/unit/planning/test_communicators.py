@@ -13,13 +13,7 @@ from backends.megatron.convert.read import read_architecture
 from rlcore.config.load import load_config
 from rlcore.launch.commands.dryrun import dry_run
 from rlcore.launch.commands.plan import configured_layout
-from rlcore.planning.fit import (
-    CHANNELS,
-    MIB,
-    communicators,
-    nccl_bytes,
-    training_groups,
-)
+from rlcore.planning.fit import CHANNELS, MIB, communicators, nccl_bytes, training_groups
 from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import Layout
 from rlcore.planning.publication import Publication

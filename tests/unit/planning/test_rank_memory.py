@@ -11,13 +11,7 @@ from rlcore.planning.activations import activation_bytes, head_peak_bytes, scori
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import options
 from rlcore.planning.job import Job, Trained
-from rlcore.planning.memory import (
-    Layout,
-    Load,
-    Weights,
-    optimizer_bytes,
-    rank_weights,
-)
+from rlcore.planning.memory import Layout, Load, Weights, optimizer_bytes, rank_weights
 from rlcore.planning.shape import ModelShape
 
 DENSE = ModelShape(layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256)

@@ -122,10 +122,7 @@ YARN = CONFIG["rope_scaling"]
             "rope_scaling.attention_factor: got 1.2",
         ),
         ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate: got False"),
-        (
-            {"rope_scaling": {**YARN, "mscale": 0}},
-            "rope_scaling.mscale: got 0",
-        ),
+        ({"rope_scaling": {**YARN, "mscale": 0}}, "rope_scaling.mscale: got 0"),
         ({"rope_scaling": {**YARN, "factor": None}}, "rope_scaling.factor: got None"),
         (
             {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},

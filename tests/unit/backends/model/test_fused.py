@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from backends.megatron.cpu.shim import importing_megatron
-from backends.megatron.model import fused
 from backends.megatron.model.fused import Fused, fused_kernels, fuses, why_not
 
 with importing_megatron():
@@ -43,14 +42,8 @@ CASES: list[tuple[Fused, Callable[[int], tuple[Any, ...]]]] = [
         elementwise._fused_swiglu_gradient,
         lambda n: (drawn(n, 5), drawn(n, 5, seed=1), drawn(n, 5, seed=2)),
     ),
-    (
-        head._fused_absorb,
-        lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n)),
-    ),
-    (
-        head._fused_gradient,
-        lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n)),
-    ),
+    (head._fused_absorb, lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n))),
+    (head._fused_gradient, lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n))),
 ]
 
 
@@ -87,7 +80,7 @@ def test_where_the_compiler_fails_the_function_is_called_as_it_is(
     def doubled(x: Tensor) -> Tensor:
         return 2 * x
 
-    monkeypatch.setattr(fused, "_compile", lambda function, *, dynamic: breaks)
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: breaks)
     function = Fused(doubled)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -101,7 +94,7 @@ def test_another_error_is_not_the_compilers(monkeypatch: pytest.MonkeyPatch) -> 
     def breaks(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(fused, "_compile", lambda function, *, dynamic: breaks)
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: breaks)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         Fused(lambda x: x)(torch.ones(1))
 
