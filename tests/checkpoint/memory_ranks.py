@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_case import Trained
-from peak_bytes import peak_bytes
 
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
@@ -22,6 +21,7 @@ with importing_megatron():
     from backends.megatron.parallel.state import init_parallel
 from rlcore.config.sections.policy import ParallelConfig
 from tests.parity.rank_main import joined, payload
+from tests.peak_bytes import peak_bytes
 
 VARIANT: dict[str, Any] = {"dtype": "bf16", "distributed": True}
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hf_folders import MODELS, write_model
-from peak_bytes import peak_bytes
 from plan import LAYOUTS
 from world_outputs import read_weights
 
@@ -19,6 +18,7 @@ from tests.parity.spawn import run_ranks
 with importing_megatron():
     from backends.megatron.checkpoint.to_hf import checkpoint_to_hf
 from rlcore.errors import ModelError
+from tests.peak_bytes import peak_bytes
 
 SAVED_UNDER = {
     "llama": "tp2",  # whose vocabulary is padded

@@ -118,11 +118,7 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
     [
         (
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not converted",
-        ),
-        (
-            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-            "converted are: LlamaForCausalLM, ",
+            "GPT2LMHeadModel is not converted; converted are: LlamaForCausalLM, ",
         ),
         (
             {"architectures": ["LlamaForTokenClassification"]},
@@ -133,21 +129,6 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
             "2 labels",
         ),
         ({"model_type": None, "architectures": None}, "model_type None"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        (
-            {
-                "model_type": "qwen2_moe",
-                "architectures": None,
-                "qkv_bias": False,
-                "shared_expert_intermediate_size": 8,
-                **MOE,
-            },
-            "qkv_bias: got False",
-        ),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling.rope_type: got 'yarn', expected default, linear, llama3",
@@ -158,7 +139,6 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing"),
         ({"vocab_size": None}, "vocab_size: got nothing"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers: got 'two'"),
     ],
 )
 def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

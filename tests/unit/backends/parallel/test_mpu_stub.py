@@ -14,10 +14,16 @@ from backends.megatron import ParallelState
 from backends.megatron.testing import stub_megatron, stub_mpu
 
 ALONE = ParallelState.from_mpu(stub_mpu())
+SIZES_AND_RANKS = {
+    "tensor_model": (2, 1),
+    "pipeline_model": (2, 1),
+    "data": (3, 2),
+    "context": (1, 0),
+}
 ASKED = {
-    f"get_{axis}_parallel_{what}": int(what == "world_size")
-    for axis in ("tensor_model", "pipeline_model", "data", "context")
-    for what in ("world_size", "rank")
+    f"get_{axis}_parallel_{what}": answer
+    for axis, answers in SIZES_AND_RANKS.items()
+    for what, answer in zip(("world_size", "rank"), answers)
 }
 
 
@@ -30,32 +36,9 @@ def _one_thread() -> None:
 
 
 def by_hand() -> Any:
-    class Mpu:
-        def get_tensor_model_parallel_world_size(self) -> int:
-            return 2
-
-        def get_tensor_model_parallel_rank(self) -> int:
-            return 1
-
-        def get_pipeline_model_parallel_world_size(self) -> int:
-            return 2
-
-        def get_pipeline_model_parallel_rank(self) -> int:
-            return 1
-
-        def get_data_parallel_world_size(self) -> int:
-            return 3
-
-        def get_data_parallel_rank(self) -> int:
-            return 2
-
-        def get_context_parallel_world_size(self) -> int:
-            return 1
-
-        def get_context_parallel_rank(self) -> int:
-            return 0
-
-    return Mpu()  # fmt: skip
+    return type(
+        "Mpu", (), {name: lambda _, answer=answer: answer for name, answer in ASKED.items()}
+    )()
 
 
 def namespace() -> Any:
