@@ -31,12 +31,12 @@ def kernels() -> dict[str, Any]:
 
 def main() -> None:
     """Print what there is; the argument is a JSON list of packages."""
-    told = answer(json.loads(sys.argv[1]))
+    found = answer(json.loads(sys.argv[1]))
     try:
-        told |= kernels()
+        found |= kernels()
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-        told["kernels_broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(json.dumps(told))
+        found["kernels_broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -155,8 +155,9 @@ def _of_chunks(
 
 
 def _chunk_bytes(here: ModelShape, layout: Layout, load: Load, inside: bool) -> tuple[float, float]:
-    # Sine and cosine are shared by a rank's chunks.
-    saved = most = _rotary_bytes(here, layout, load) / layout.virtual_pipeline
+    # Sine and cosine in fp32 are shared by a rank's chunks.
+    rotary = 4 * load.tokens / layout.context * here.head_dim
+    saved = most = rotary / layout.virtual_pipeline
     layers = {
         kind: replace(here, layers=1, expert_layers=(kind,))
         for kind in {*here.expert_layers} or {False}
@@ -342,11 +343,6 @@ def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> f
     # The output that the gate multiplies.
     shared += s * shape.hidden * b * shape.shared_gate
     return routed + shared + s * shape.experts * (4 + 4 + 1)
-
-
-def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return the bytes of fp32 sine and cosine of a pack, shared by its layers."""
-    return 4 * load.tokens / layout.context * shape.head_dim
 
 
 def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:

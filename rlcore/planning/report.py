@@ -166,10 +166,12 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     )
     yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
     resident = best.needs.resident
+    phase = max(best.needs.phases.values())
     advice = [
         (
             f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true",
-            _saved(best, size),
+            # it takes that room in a phase of its own instead
+            min(size, phase),
         )
         for name, size in resident.items()
         if name.endswith("optimizer") or (name.split()[0] != "policy" and name.endswith("weights"))
@@ -181,11 +183,6 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     yield f"  about {factor:.2f} times the GPUs, or GPUs of {gib(best.needs.peak / (1 - RESERVED))}"
     if best.needs.largest_phase.endswith("backward"):
         yield "  a smaller policy.max_tokens_per_microbatch"
-
-
-def _saved(option: Option, size: int) -> int:
-    """Return by how much the peak drops if `size` bytes are there only in a phase of their own."""
-    return size - max(0, size - max(option.needs.phases.values()))
 
 
 def _verdict(option: Option, capacity: int) -> str:

@@ -163,13 +163,16 @@ class LocalBatch:
         sampling_mask = None
         if "mask_tokens" in share:
             sampling_mask = BatchSamplingMasks(share.pop("mask_tokens"), share.pop("mask_offsets"))
+        versions = None
+        if "version_values" in share:
+            versions = TokenVersions(share.pop("version_values"), share.pop("version_lengths"))
         self.batch = RolloutBatch(
             tokens=share.pop("tokens"),
             cu_tokens=share.pop("cu_tokens"),
             loss_mask=share.pop("loss_mask"),
             sampling_mask=sampling_mask,
             routed_experts=share.pop("routed_experts", None),
-            versions=_versions(share),
+            versions=versions,
             vectors=share,  # all that is left
         )
         self.vectors = {name: value.to(device) for name, value in share.items()}
@@ -307,13 +310,6 @@ def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
         ends = accumulate((lengths[i] for i in order), initial=0)
         share["cu_tokens"] = [torch.tensor([*ends], dtype=torch.int64)]
     return shares
-
-
-def _versions(share: dict[str, Tensor]) -> TokenVersions | None:
-    """Take the versions out of what a rank received."""
-    if "version_values" not in share:
-        return None
-    return TokenVersions(share.pop("version_values"), share.pop("version_lengths"))
 
 
 def _split_masks(

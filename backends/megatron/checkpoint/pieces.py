@@ -1,6 +1,6 @@
 """Reads the tensors of a checkpoint a piece at a time.
 
-torch's reader holds each saved tensor whole, beside the memory into which it is copied. Here a
+torch's reader holds each saved tensor whole, next to the memory into which it is copied. Here a
 large one passes through a small buffer, with the check of its bytes that its file has.
 """
 

@@ -98,7 +98,10 @@ def _plan(
         with _writing(folder, parallel):
             target.mkdir(parents=True, exist_ok=True)
         with _writing(folder, parallel):
-            planned.append(plan_sharded(_state_to_save(model, parallel), target, host))
+            # AdamW has no state before its first step
+            stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
+            state = _sharded_state(model, parallel, optimizer=stepped, assign=True)
+            planned.append(plan_sharded(state, target, host))
     return planned
 
 
@@ -185,12 +188,6 @@ def saved_layout(folder: Path) -> str:
 
 
 # --- state dicts ----------------------------------------------------------------------------------
-
-
-def _state_to_save(model: Saved, parallel: ParallelState) -> dict[str, Any]:
-    """AdamW has no state before its first step."""
-    stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
-    return _sharded_state(model, parallel, optimizer=stepped, assign=True)
 
 
 def _sharded_state(

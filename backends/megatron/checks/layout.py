@@ -111,7 +111,7 @@ def _advice(layers: int, pp: int) -> str:
 def check_others(
     others: Mapping[str, Architecture], parallel: ParallelConfig, world_size: int
 ) -> None:
-    """Call `check_layout` for the models beside the policy, by the keys that name their folders."""
+    """Call `check_layout` for the other models, by the keys that name their folders."""
     for key, arch in others.items():
         try:
             check_layout(arch, parallel, world_size)

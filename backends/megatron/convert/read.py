@@ -49,7 +49,8 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     family = _family(folder, given)
     config = check_fields(folder, given, family.fields)
     _check_supported(folder, given, config)
-    is_classifier = _is_classifier(config)
+    classes = config["architectures"] or ()
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
     if is_classifier:
         _check_labels(folder, config)
     rope = read_rope(folder, given, config, family)
@@ -163,10 +164,6 @@ def _check_heads(folder: Path, fields: Mapping[str, Any]) -> None:
         raise refusal(folder, name, fields[key], "an even number, for rotary positions")
 
 
-def _is_classifier(config: Mapping[str, Any]) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in config["architectures"] or ())
-
-
 def _family(folder: Path, given: Mapping[str, Any]) -> Family:
     """Find the family by `model_type`, whose classes `architectures` must name where given."""
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
@@ -236,7 +233,11 @@ def _check_weights(folder: Path, arch: Architecture) -> None:
     file_of = tensor_files(folder)
     if not {_HEAD, _EMBEDDING} <= file_of.keys():
         return
-    head, embedding = (_read_tensor(folder / file_of[name], name) for name in (_HEAD, _EMBEDDING))
+    tensors = []
+    for name in (_HEAD, _EMBEDDING):
+        with open_shard(folder / file_of[name], "pt") as shard:
+            tensors.append(shard.get_tensor(name))
+    head, embedding = tensors
     if head.dtype != embedding.dtype or not head.equal(embedding):
         raise refusal(
             folder,
@@ -283,9 +284,3 @@ def open_shard(path: Path, framework: str) -> Any:
         raise ModelError(
             f"{path}: not a readable safetensors file ({error}); copy the folder again"
         ) from error
-
-
-def _read_tensor(path: Path, name: str) -> Any:
-    """Read a tensor of torch, which is imported for it."""
-    with open_shard(path, "pt") as shard:
-        return shard.get_tensor(name)

@@ -162,8 +162,7 @@ class _Installed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open = 0
-        self._originals: list[tuple[Any, str, Any]] = []
-        self._eager: Any = None
+        self._stubs = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -172,22 +171,18 @@ class _Installed:
                 # torch.optim imports it at first use, and its tables refuse a function with two
                 # names: import it before the stubs are there.
                 importlib.import_module("torch._dynamo")
-                stubs = _replacements()
-                self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stubs]
-                for owner, name, stub in stubs:
-                    setattr(owner, name, stub)
+                for owner, name, stub in _replacements():
+                    self._stubs.enter_context(replaced(owner, name, stub))
                 # If another library imported Megatron first, its functions are left to the
-                # compiler, whose tables refuse the stubs too and are rebuilt after a process
-                # group ends.
-                self._eager = torch.compiler.set_stance("force_eager")
+                # compiler, whose tables refuse the stubs too and are rebuilt after a process group
+                # ends.
+                self._stubs.enter_context(torch.compiler.set_stance("force_eager"))
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._open -= 1
             if self._open == 0:
-                self._eager.__exit__(None, None, None)
-                for owner, name, original in self._originals:
-                    setattr(owner, name, original)
+                self._stubs.close()
 
 
 _installed = _Installed()

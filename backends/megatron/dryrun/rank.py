@@ -183,7 +183,9 @@ def rehearse(
         try:
             _run(backend, passes, work, usage, report)
             with usage.phase("publication"):
-                report.buckets = _publish(backend, everywhere=everywhere)
+                buckets = backend.export_buckets(everywhere=everywhere)
+                sizes = [bucket.num_bytes for bucket, _ in buckets]
+                report.buckets = (len(sizes), sum(sizes))
             with usage.phase("checkpoint"):
                 report.checkpoint = _checkpoint(backend)
         finally:
@@ -260,11 +262,6 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
                     state = (t for t in model.optimizer._own_tensors() if t.dim())
                     sizes[f"{name} optimizer"] = storage_bytes(state)
     return parameters, sizes
-
-
-def _publish(backend: MegatronBackend, *, everywhere: bool) -> tuple[int, int]:
-    sizes = [bucket.num_bytes for bucket, _ in backend.export_buckets(everywhere=everywhere)]
-    return len(sizes), sum(sizes)
 
 
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:

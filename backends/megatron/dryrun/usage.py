@@ -103,7 +103,9 @@ class Usage:
         self._sizes[key] = size
         self.live += size - (known or 0)
         if self.live > self._phase.peak.bytes:
-            self._phase.peak = Peak(self.live, f"{operation} {_shape(tensor)}", place())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            what = f"{operation} {list(tensor.shape)} {dtype}"
+            self._phase.peak = Peak(self.live, what, place())
 
     def measure_again(self) -> None:
         """Take the present sizes of all storages: no operation reports a resize."""
@@ -155,7 +157,3 @@ def place() -> str:
     if node is not None:
         found.insert(0, node.name())
     return " < ".join(found) or "outside the project"
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -87,14 +87,12 @@ class CoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         *unused: Any,
-        packed_seq_params: PackedSequences | None = None,
+        packed_seq_params: Any = None,
         **unused_options: Any,
     ) -> Tensor:
         """q [T, heads, d], k [T, groups, d] and v [T, groups, d_v] -> [T, heads * d_v]."""
-        if packed_seq_params is None or packed_seq_params.layout is None:
-            raise TypeError(f"{type(self).__name__} takes packed sequences only")
         key, value = gather_keys_values(key, value, self.cp_group)
-        layout = packed_seq_params.layout
+        layout: PackLayout = packed_seq_params.layout
         varlen = uses_varlen(query.device, query.dtype)
         same_heads = query.size(-1) == value.size(-1)
         if merges(layout, query.device, same_heads=same_heads, varlen=varlen):
@@ -109,8 +107,6 @@ class PackedAttention(CoreAttention):
     def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Rotate q and k, then attend."""
         packed = kwargs["packed_seq_params"]
-        if packed is None or packed.cos is None:
-            raise TypeError("PackedAttention takes packed sequences only, with their rotary angles")
         query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         return super().forward(query, key, *args, **kwargs)
 

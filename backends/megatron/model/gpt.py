@@ -215,7 +215,7 @@ def with_gradients(
 
     Args:
         overlap: sum bucket by bucket, as the backward pass of the last micro-batch fills them. The
-            schedule is told which micro-batch is the last.
+            schedule gets to know which micro-batch is the last.
     """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -89,8 +89,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
     def _angles(self, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """The cosine and sine of each slot at its position, with YaRN's factor: [T, 1, d/2]."""
-        if packed is None or packed.layout is None:
-            raise TypeError("LatentAttention takes packed sequences only")
+        assert packed is not None
+        assert packed.layout is not None
         found = self.rotary_pos_emb.get_emb(packed.layout.longest)
         factor = 1.0
         if isinstance(found, tuple):

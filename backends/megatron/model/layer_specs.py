@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
 from backends.megatron.model.elementwise import SwiGLU, rotate
@@ -95,13 +94,11 @@ class TEAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         *args: Any,
-        packed_seq_params: PackedSequences | None = None,
+        packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         """q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]."""
         packed = packed_seq_params
-        if packed is None or packed.layout is None or packed.cos is None or packed.sin is None:
-            raise TypeError("TEAttention takes packed sequences only")
         query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         # lengths of sequences over all CP ranks
         cu = packed.layout.cu_seqlens

@@ -21,7 +21,7 @@ from rlcore.config.sections.policy import ParallelConfig
 
 
 def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """The TransformerConfig fields of experts beside those of the architecture.
+    """The TransformerConfig fields of experts, next to those of the architecture.
 
     A dense model has none. The routers' losses are off by default, whatever `config.json` says of
     pre-training.
@@ -198,7 +198,7 @@ class GraphFreeMoELayer(MoELayer):
 def forget_tokens(chunk: GPTModel) -> None:
     """Drop what the dispatchers of a chunk keep of the last tokens, between passes.
 
-    It is as much as tokens times experts a layer, and is made anew by the next forward pass.
+    It is as much as tokens times experts a layer, and the next forward pass makes it again.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):
@@ -210,7 +210,7 @@ def forget_tokens(chunk: GPTModel) -> None:
 def keep_no_graphs(chunk: GPTModel) -> None:
     """Give the layers of experts of a chunk their class.
 
-    Megatron's layer specifications tell it by identity, so it cannot stand in them.
+    Megatron's layer specifications compare the class by identity, so it cannot be in them.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):

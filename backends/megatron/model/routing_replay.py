@@ -1,8 +1,8 @@
 """Routing replay: training sends each token to the experts that an earlier pass chose for it.
 
 Megatron's routers ask the object in their `router_replay` for the top-k: here an `ExpertChoice`.
-Megatron's own `RouterReplay` keeps the routers of all models of the process in one list, and must
-be told before every call whether a recomputation is due.
+Megatron's own `RouterReplay` keeps the routers of all models of the process in one list, and needs
+to know before every call whether a recomputation is due.
 """
 
 from __future__ import annotations

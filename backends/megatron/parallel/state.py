@@ -21,12 +21,8 @@ from rlcore.stores import meeting_briefly
 
 # our name of a group -> the function of mpu that returns it, and the arguments
 _MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-    "tp_group": ("get_tensor_model_parallel_group", {}),
-    "pp_group": ("get_pipeline_model_parallel_group", {}),
     "dp_group": ("get_data_parallel_group", {}),
-    "cp_group": ("get_context_parallel_group", {}),
     "dp_cp_group": ("get_data_parallel_group", {"with_context_parallel": True}),
-    "mp_group": ("get_model_parallel_group", {}),
 }
 
 
@@ -104,12 +100,8 @@ class ParallelState:
     timeout_s: float = field(default=600.0, compare=False)  # of a collective
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
-    tp_group = _Group()
-    pp_group = _Group()
     dp_group = _Group()
-    cp_group = _Group()
     dp_cp_group = _Group()
-    mp_group = _Group()  # tensor x pipeline
     # all ranks, for tensors on the CPU: batches, vectors and decisions travel here, on CUDA too
     control_group = _Group()
     replica_group = _Group()  # the ranks of this replica, for tensors on the CPU
@@ -321,7 +313,7 @@ def init_process_group(device: torch.device, *, timeout_s: float) -> bool:
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # A HashStore needs no port, so two runs on one machine cannot meet.
+    # A HashStore needs no port, so two runs on one machine cannot connect.
     dist.init_process_group(
         backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
@@ -108,9 +107,10 @@ class ScheduledOptimizer:
             use_gloo_process_groups=False,  # `init_parallel` makes none
         )
         device = next(modules[0].parameters()).device
-        if uses_fused_adamw(device):
-            for group in self._groups_of_torch():
-                group["fused"] = True
+        for part in self.parts if uses_fused_adamw(device) else ():
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    group["fused"] = True
         # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
         # optimizer must not offload these.
         self._model_storages = {
@@ -122,11 +122,6 @@ class ScheduledOptimizer:
     def parts(self) -> list[MegatronOptimizer]:
         """Megatron chains one optimizer per kind of parameter (dense, expert)."""
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
-
-    def _groups_of_torch(self) -> Iterator[dict[str, Any]]:
-        for part in self.parts:
-            if isinstance(part.optimizer, torch.optim.AdamW):
-                yield from part.optimizer.param_groups
 
     @torch.no_grad()
     def step(self) -> StepReport:

@@ -97,7 +97,7 @@ class Model:
 class SwappedIn:
     """Weights in (on CUDA pinned) host memory that are swapped into the policy for a pass.
 
-    They take no device memory beside the policy's.
+    They take no device memory next to the policy's.
     """
 
     def __init__(self, policy: Model, weights: Sequence[Tensor]) -> None:
@@ -259,7 +259,8 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-    for chunk in model.chunks:  # else a later stage keeps the last hidden states that it was sent
+    # otherwise a later stage keeps the last hidden states that it received
+    for chunk in model.chunks:
         chunk.set_input_tensor([None])
     return outputs
 

@@ -101,19 +101,7 @@ def test_a_rank_outside_its_size_is_named() -> None:
         ParallelState.from_mpu(mpu)
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        "tp_group",
-        "pp_group",
-        "dp_group",
-        "cp_group",
-        "dp_cp_group",
-        "mp_group",
-        "control_group",
-        "replica_group",
-    ],
-)
+@pytest.mark.parametrize("group", ["dp_group", "dp_cp_group", "control_group", "replica_group"])
 def test_without_torch_distributed_there_are_no_groups(group: str) -> None:
     assert not ALONE.is_distributed
     with pytest.raises(
