@@ -119,7 +119,8 @@ def test_the_ranks_share_a_whole_micro_batch(size, first, last):
 
 
 @pytest.mark.parametrize(
-    ("missing", "longest", "multiple"), [(0, 8, 4), (4, 0, 4), (48, 20, 8), (64, 18, 4)]
+    ("missing", "longest", "multiple"),
+    [(0, 8, 4), (4, 0, 4), (48, 20, 8), (64, 18, 4), (3, 0, 1), (50, 20, 1)],
 )
 def test_pads_are_split_like_sequences(missing, longest, multiple):
     pads = pad_lengths(missing, longest, multiple)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.cpu.shim import importing_megatron
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import RunFailed
 
 with importing_megatron():
-    from backends.megatron.model.routing_replay import ExpertChoice, check_records, replay_routing
+    from backends.megatron.model.routing_replay import ExpertChoice, check_records
 
 RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -265,12 +265,3 @@ def test_the_engines_records_must_be_those_of_the_model() -> None:
         RunFailed, match=r"routed_experts name expert 4 of a model of 4: set it to logprobs"
     ):
         check_records(batch, arch)
-
-
-def test_a_dense_model_is_refused() -> None:
-    dense = Architecture("qwen3", {}, 31, True, 64, 1e4, None, {"num_layers": 2, "hidden_size": 32})
-    with pytest.raises(
-        ConfigError,
-        match=r"policy.routing_replay: the qwen3 model has no experts to replay; set it to none",
-    ):
-        replay_routing([], dense)

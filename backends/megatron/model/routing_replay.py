@@ -17,7 +17,6 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from backends.megatron.batch.pack import MicroBatch
-from backends.megatron.checks.layout import check_replay
 from backends.megatron.convert.architecture import Architecture
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, RunFailed
@@ -84,10 +83,8 @@ class ExpertChoice:
 def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
     """Make the routers of a model ready for `recording` and `replaying`.
 
-    Raises ConfigError for a model without experts, and for fused routers, which choose inside a
-    kernel.
+    Raises ConfigError for fused routers, which choose inside a kernel.
     """
-    check_replay(arch)
     for chunk in chunks:
         if chunk.config.moe_router_fusion:
             raise ConfigError(

@@ -37,9 +37,6 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
 def folder(tmp_path: Path, weights: str = "model.safetensors", **changes: Any) -> Path:
     config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -68,25 +65,6 @@ def test_llama(tmp_path: Path) -> None:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "value"),
-    [
-        ({"num_key_value_heads": None}, "num_query_groups", 4),
-        ({"head_dim": 16}, "kv_channels", 16),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "add_qkv_bias", True),
-        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "qk_layernorm", True),
-        # Qwen3's own default
-        ({"model_type": "qwen3", "architectures": None}, "kv_channels", 128),
-        # with experts it has none
-        ({"model_type": "qwen3_moe", "architectures": None, **MOE}, "kv_channels", 8),
-    ],
-)
-def test_what_the_config_leaves_unsaid(
-    tmp_path: Path, changes: dict[str, Any], key: str, value: object
-) -> None:
-    assert read_architecture(folder(tmp_path, **changes)).transformer[key] == value
 
 
 @pytest.mark.parametrize(

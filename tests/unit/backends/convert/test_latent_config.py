@@ -204,14 +204,6 @@ def test_local_layers_also_where_transformer_engine_is_installed() -> None:
     assert "latent attention" in layers.reason
 
 
-def test_chosen_scores_are_normalised_unless_the_config_says_no(tmp_path: Path) -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "norm_topk_prob"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not read_architecture(tmp_path, weights=False).transformer["moe_router_pre_softmax"]
-    assert DeepseekV3Config().norm_topk_prob
-    assert read(tmp_path, norm_topk_prob=False).transformer["moe_router_pre_softmax"]
-
-
 @pytest.mark.parametrize(
     ("score", "expected"), [("sigmoid", SigmoidRouter), ("softmax", PackRouter)]
 )
