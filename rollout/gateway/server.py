@@ -115,9 +115,7 @@ class Gateway:
             except BodyRefused as refused:
                 raise Refused(refused.status, str(refused)) from refused
             asked = read_request(body, model=MODEL, held=session.held)
-            said = request.headers.get("x-stainless-retry-count", "")
-            attempt = int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0
-            answer = await session.answer(body, asked, attempt)
+            answer = await session.answer(body, asked, _attempt(request.headers))
             if asked.stream:
                 return streamed(answer, asked, self._decode), "text/event-stream"
             return whole(answer, asked, self._decode), JSON
@@ -143,6 +141,12 @@ class Gateway:
             "there is no rollout with this API key: give the client the key of the endpoint",
             code="invalid_api_key",
         )
+
+
+def _attempt(headers: Mapping[str, str]) -> int:
+    """Return how often the client says that it has asked before."""
+    said = headers.get("x-stainless-retry-count", "")
+    return int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0
 
 
 def _check_method(request: web.BaseRequest, method: str) -> None:

@@ -14,8 +14,8 @@ from rlcore.boundary.child_environment import (
 from rlcore.config.sections.rollout import EngineConfig, WorkflowConfig
 from rlcore.errors import ConfigError
 from rollout.engines.child_process import engine_environment
-from rollout.workflows.agent import AgentWorkflow
 from rollout.workflows.mcp_tools import McpTools
+from rollout.workflows.registry import check_options
 
 SECRETS = (
     *("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "GITHUB_PAT", "AWS_SECRET_ACCESS_KEY"),
@@ -55,7 +55,7 @@ def test_names_that_are_asked_for_are_added(caplog: pytest.LogCaptureFixture) ->
 def test_keys_of_the_run_are_never_passed_on(name: str) -> None:
     for ask in (
         lambda: allowed_environment([name], key="reward.environment"),
-        lambda: AgentWorkflow.check({"command": ["true"], "environment": [name]}),
+        lambda: check_options("agent", {"command": ["true"], "environment": [name]}),
         lambda: McpTools([{"command": ["cat"], "environment": [name]}]),
     ):
         with pytest.raises(ConfigError, match=rf"environment: got {name}, a key of the run itself"):
@@ -81,4 +81,4 @@ def test_an_environment_is_a_list_of_names_for_a_command(
 ) -> None:
     given = WorkflowConfig.model_validate({"name": "agent", **options}).options
     with pytest.raises(ConfigError, match=rf"rollout\.workflow\.environment: .*{said}"):
-        AgentWorkflow.check(given)
+        check_options("agent", given)

@@ -11,7 +11,7 @@ import pytest
 
 from rlcore.data.sample import Sample
 from rlcore.errors import UserError
-from rlcore.launch.commands.ledger import MOST, describe, life_of, show_ledger
+from rlcore.launch.commands.ledger import MAX_SHOWN, describe, life_of, show_ledger
 from rlcore.runs.checkpoints import Checkpoint
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
@@ -311,9 +311,11 @@ def test_a_ledger_in_a_few_lines() -> None:
 
 
 def test_contradictions_are_counted_and_the_first_are_shown() -> None:
-    lines = list(describe(Audit(contradictions=[f"no. {number}" for number in range(MOST + 3)])))
+    lines = list(
+        describe(Audit(contradictions=[f"no. {number}" for number in range(MAX_SHOWN + 3)]))
+    )
     assert lines[5:7] == ["NOT balanced:", "  no. 0"]
-    assert lines[-2:] == [f"  no. {MOST - 1}", "  and 3 more"]
+    assert lines[-2:] == [f"  no. {MAX_SHOWN - 1}", "  and 3 more"]
     assert list(describe(Audit(contradictions=["only"])))[-2:] == ["NOT balanced:", "  only"]
 
 
