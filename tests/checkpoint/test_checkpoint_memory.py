@@ -45,7 +45,7 @@ def test_bytes_that_a_rank_holds(world: Path, rank: int) -> None:
     assert peaks["save"] < 0.1 * saved, "tensors are written from where they are"
     assert peaks["start"] < 1.1 * saved, "one copy, which is written meanwhile"
     # the two moments are made, and a saved tensor is read at a time
-    assert 0.9 * own < peaks["load"] < 1.1 * own
+    assert own * 8 / STATE < peaks["load"] < 1.1 * own, "at least the moments"
 
 
 def test_every_rank_writes_its_share(world: Path) -> None:
