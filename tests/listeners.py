@@ -44,13 +44,26 @@ def listening(*pids: int) -> dict[str, set[str]]:
                 if connection.status == psutil.CONN_LISTEN
             ]
             name = " ".join(process.cmdline())
+            joined_ray = joins_ray(process)
         except psutil.NoSuchProcess:
             continue
-        if name.startswith("ray::") and EVERYWHERE in addresses:
-            addresses.remove(EVERYWHERE)  # one is Ray's own, as in all of its workers
+        if joined_ray and EVERYWHERE in addresses:
+            # one is Ray's own, as in all processes that join a cluster
+            addresses.remove(EVERYWHERE)
         if addresses:
             found.setdefault(name, set()).update(addresses)
     return found
+
+
+def joins_ray(process: psutil.Process) -> bool:
+    """Whether it is a worker of Ray, or the rollout service of a rank that is one."""
+    above = process.parent()
+    is_service = program_of(" ".join(process.cmdline())) == "rollout service"
+    return any(
+        " ".join(one.cmdline()).startswith("ray::")
+        for one in (process, above if is_service else None)
+        if one is not None
+    )
 
 
 def addresses(*pids: int) -> set[str]:

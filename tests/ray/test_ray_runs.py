@@ -46,7 +46,7 @@ def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) ->
         "rank_0.log", "rank_1.log", "service.log", "engine_0.log",
     }  # fmt: skip
     assert {path.name for path in (run.folder / "timeline").iterdir()} == {
-        "rank_0.json", "rank_1.json", "service.json",
+        "rank_0.json.gz", "rank_1.json.gz", "service.json.gz",
     }  # fmt: skip
     groups = check_timeline(run.folder, run.rows)
     assert {"rank 0", "rank 1", "engine engine-0", "rewards", "publication"} <= set(groups)
