@@ -1,1 +1,1 @@
-"""What crosses the border of a process: requests that come in, variables that children get."""
+"""Process boundaries: incoming HTTP requests, and the environments of child processes."""

@@ -3,11 +3,11 @@
 | child | its variables |
 |---|---|
 | a command of an agent, `verifiers`, an MCP server | ALLOWED, and the names of its `environment` |
-| a reward worker | the same; one thread, and our import path |
+| a reward worker | the same, limited to one thread, with our import path |
 | an engine | ALLOWED and ENGINES, and the values of `rollout.engine.environment` |
 | a sandboxed program | PATH and LANG |
 | a probe of an interpreter | ALLOWED |
-| the rollout service, which is the run itself and starts those above | all but NOT_FOR_SERVICE |
+| the rollout service, which starts the children above | all but NOT_FOR_SERVICE |
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rlcore.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Paths, languages, threads and GPUs. A variable that may hold a key is not here: a proxy's has a
-# password.
+# Paths, languages, threads and GPUs. Variables that may hold a key are absent, such as those of a
+# proxy, which hold a password.
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ"),
     *("LANG", "LANGUAGE", "LC_*"),
@@ -33,7 +33,7 @@ ALLOWED = (
     *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy"),
 )
-# What the kernels, compilers, allocators and networks of an engine read.
+# Variables that the kernels, compilers, allocators and networks of an engine read.
 ENGINES = (
     *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OFI_*", "EFA_*", "IBV_*", "MLX5_*", "RDMAV_*"),
     *("NVSHMEM_*", "MC_*", "MOONCAKE_*", "NVIDIA_*", "CUDNN_*", "CUBLAS_*", "NVCC_*", "NVRTC_*"),
@@ -42,9 +42,9 @@ ENGINES = (
     *("CC", "CXX", "CPATH", "LIBRARY_PATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "MAX_JOBS"),
     *("PYTHONHOME", "PYTHONUNBUFFERED", "XDG_*", "HF_HUB_*", "HF_MODULES_CACHE", "HF_XET_*"),
 )
-# Keys of the run and of its cluster, which no child gets, whatever is asked for.
+# Keys of the run and of its cluster. No child gets them, even if the user names them.
 OURS = ("RLCORE_*", "RAY_AUTH_*")
-# Rank 0 alone has the tracker, and the launchers the cluster. Under Ray the service joins it too.
+# Only rank 0 uses the tracker. The launchers use the cluster, and under Ray the service joins it.
 TRACKER = ("WANDB_API_KEY",)
 NOT_FOR_SERVICE = (*TRACKER, "RAY_AUTH_*")
 
@@ -56,10 +56,10 @@ def allowed_environment(
 
     Args:
         names: variables that the user asks for, under the configuration key `key`.
-        more: patterns beside ALLOWED.
+        more: patterns in addition to ALLOWED.
 
     Raises:
-        ConfigError: one of the names is ours.
+        ConfigError: one of the names is in OURS.
     """
     for name in names:
         if _is_on(OURS, name):

@@ -1,4 +1,4 @@
-"""The HTTP servers of rlcore, which silent, slow and huge clients cannot exhaust."""
+"""The HTTP server of rlcore, which silent clients and huge requests cannot exhaust."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from aiohttp.web_protocol import RequestHandler
 
 from rlcore.deadlines import FIRST_REQUEST_S, SILENT_BODY_S
 
-BACKLOG = 4096  # clients that connect at once
-ACCEPTED_AT_ONCE = 16  # connections in one turn of the loop, before surplus ones are closed
+BACKLOG = 4096  # pending connections in the kernel's queue
+ACCEPTED_AT_ONCE = 16  # connections accepted in one turn of the loop
 UNAUTHORISED = {401, 403}
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger("rollout.http")
 logger.addFilter(
-    # The client has got its 400: whoever reaches a port must not fill the log with tracebacks.
+    # The client already got a 400. Strangers who reach the port must not fill the log with
+    # tracebacks.
     lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 )
 
 
 class BodyRefused(Exception):
-    """The body of a request is not read; `status` is HTTP's."""
+    """The body of a request is refused with the HTTP status `status`."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -41,10 +42,10 @@ class TooLong(Exception):
 
 
 def bound(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on the address, on a free port unless one is given.
+    """Return a socket that listens on the address; port 0 picks a free port.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family)
@@ -53,13 +54,14 @@ def bound(host: str, port: int = 0) -> socket.socket:
 class HttpServer(web.Server):
     """An aiohttp server that closes connections without a request.
 
-    A connection is closed if its first request does not come within FIRST_REQUEST_S, and behind an
-    answer of UNAUTHORISED. The server holds at most half of the files that the process may open: a
-    further client takes the place of the oldest connection without a request, then of the one that
-    has been idle for longest, and is closed where all are busy.
+    The server closes a connection whose first request does not arrive within FIRST_REQUEST_S, and
+    each connection that it answered with a status of UNAUTHORISED. Connections use at most half of
+    the files that the process may open. A new connection beyond that replaces the oldest one
+    without a request, or else the one that has been idle longest; if all are busy, the new
+    connection is closed.
 
     Args:
-        cancel: a client that leaves cancels its request.
+        cancel: cancel a request when its client disconnects.
     """
 
     def __init__(self, handle: Handle, *, cancel: bool = False) -> None:
@@ -68,18 +70,18 @@ class HttpServer(web.Server):
             handler_cancellation=cancel,
             access_log=None,
             logger=logger,
-            # a small request must not become a large one
+            # A small compressed request must not expand into a large one.
             auto_decompress=False,
         )
         self._handle = handle
-        # by the time since when they are; with a timer: before their first request
+        # Idle connections, the longest idle first. Those before their first request have a timer.
         self._idle: dict[RequestHandler, asyncio.TimerHandle | None] = {}
-        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Close a connection that is too many, or that will stay silent."""
+        """Close a surplus connection, and start the timer for the first request."""
         super().connection_made(handler, transport)
-        if len(self._connections) > self._most:
+        if len(self._connections) > self._max_connections:
             new = (idle for idle, timer in self._idle.items() if timer is not None)
             surplus = next(new, next(iter(self._idle), handler))
             self._busy(surplus)
@@ -97,16 +99,16 @@ class HttpServer(web.Server):
     async def listen(
         self, listener: socket.socket, *, closes_s: float, tls: ssl.SSLContext | None = None
     ) -> web.ServerRunner:
-        """Answer until `cleanup` of the result; its `addresses` name the port.
+        """Serve until `cleanup` of the returned runner; its `addresses` hold the port.
 
         Args:
-            listener: see `bound`; it is closed at the end.
-            closes_s: how long open requests may take at the end.
+            listener: a socket from `bound`; `cleanup` closes it.
+            closes_s: seconds that `cleanup` leaves to open requests.
         """
         runner = web.ServerRunner(self, shutdown_timeout=closes_s)
         await runner.setup()
         await web.SockSite(runner, listener, ssl_context=tls, backlog=ACCEPTED_AT_ONCE).start()
-        # the kernel's queue; the loop accepts as many at once as its own backlog says
+        # This sets the kernel's queue. The backlog above is how many the loop accepts at once.
         listener.listen(BACKLOG)
         return runner
 
@@ -129,10 +131,10 @@ class HttpServer(web.Server):
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> bytes:
-    """Return the body of a request. The bytes are counted while they are read.
+    """Return the body of a request, counting bytes while reading.
 
     Raises:
-        BodyRefused: the body is longer than `limit`, compressed, or does not come.
+        BodyRefused: the body is longer than `limit`, compressed, or does not arrive.
     """
     if "Content-Encoding" in request.headers:
         raise BodyRefused(415, "the body is compressed; expected no Content-Encoding")
@@ -152,19 +154,19 @@ async def read_at_most(
     """Read a body to its end, or until it is too long.
 
     Args:
-        stated: the length that its sender states, if any.
-        silent_s: the longest wait for its next bytes.
+        stated: the length that the sender states, if any.
+        silent_s: the longest wait for the next bytes.
 
     Raises:
-        TooLong: it has more than `limit` bytes.
-        TimeoutError: the wait was longer.
+        TooLong: the body has more than `limit` bytes.
+        TimeoutError: no bytes arrived within `silent_s`.
     """
     size = stated or 0
     chunks: list[bytes] = []
     if size <= limit:
         size = 0
         while size <= limit:
-            # what has come whole, as most requests have, needs no timer
+            # Most bodies have arrived completely by now, and need no timer.
             async with nullcontext() if content.is_eof() else asyncio.timeout(silent_s):
                 chunk = await content.readany()
             if not chunk:

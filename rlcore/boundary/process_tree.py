@@ -1,8 +1,8 @@
-"""Finds and ends a process with everything that descends from it. Standard library alone.
+"""Finds and kills a process with all its descendants. Uses the standard library alone.
 
-As a program, `python process_tree.py COMMAND...`, it runs a command on its own input and output and
-leaves nothing of it behind: neither when the command ends, nor when this process is asked to end or
-loses its parent.
+As a program, `python process_tree.py COMMAND...` runs a command on its own input and output. It
+leaves no descendant of the command alive when the command ends, when this process gets SIGTERM, or
+when this process loses its parent.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.005
-KILL_S = 1.5  # less than the 2 s from SIGTERM to SIGKILL that whoever runs a command may give
+KILL_S = 1.5  # less than END_COMMAND_S, after which this program itself is killed
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent is killed, even in an endless call."""
+    """Make the kernel end this process when its parent dies, even during an endless call."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, so that none gets away."""
+    """Become the parent of every descendant whose own parent dies, so that none escapes."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -56,16 +56,17 @@ def _knows_children() -> bool:
 
 
 def _listed_children(pid: int) -> list[int]:
-    """Ask the kernel, which costs nothing on a machine with thousands of processes."""
+    """Read the kernel's list of children: cheap, even among thousands of processes."""
     found: list[int] = []
-    with suppress(OSError):  # it has ended
+    # An OSError means that the process has ended.
+    with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
     return found
 
 
 def _children_of() -> Callable[[int], list[int]]:
-    """Look at every process, where the kernel has no lists of children."""
+    """Index the children of every process, for kernels without lists of children."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
@@ -74,21 +75,25 @@ def _children_of() -> Callable[[int], list[int]]:
 
 def _parents() -> Iterator[tuple[int, int]]:
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        # An OSError means that the process has ended.
+        with suppress(OSError):
             # "pid (any name) state parent ..."
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             yield int(entry.name), int(fields[1])
 
 
 def memory(pids: list[int]) -> int:
-    """Return the bytes of processes together: what is resident, and open files of memory alone."""
+    """Return the bytes that processes hold together: resident memory and open memory files."""
     total = 0
-    files: dict[tuple[int, int], int] = {}  # several processes may hold one
+    # Keyed by device and inode, since several processes may hold one file.
+    files: dict[tuple[int, int], int] = {}
     for pid in pids:
-        with suppress(OSError, IndexError, ValueError):  # it has ended
+        # These errors mean that the process has ended.
+        with suppress(OSError, IndexError, ValueError):
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
             for file in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):  # it was closed
+                # An OSError means that the file was closed.
+                with suppress(OSError):
                     if os.readlink(file).startswith("/memfd:"):
                         found = file.stat()
                         files[found.st_dev, found.st_ino] = found.st_blocks * 512
@@ -96,20 +101,20 @@ def memory(pids: list[int]) -> int:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal; a process that is gone is none."""
+    """Send a signal, unless the process is gone or belongs to another user."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def kill_tree(pid: int, *, seconds: float) -> bool:
-    """Kill `pid` and everything below it; False if something was still there after `seconds`.
+    """Kill `pid` and its descendants; return False if one was still alive after `seconds`.
 
-    The root must have called `adopt_orphans`. It is stopped first and killed last, so that what
-    loses its parent meanwhile is still found below it.
+    The root must have called `adopt_orphans`. It is stopped first and killed last, so that
+    descendants that lose their parent in between are still found below it.
     """
     send(pid, signal.SIGSTOP)
     end = time.monotonic() + seconds
-    # it may be making a process right now, which would not be found yet
+    # Until it is stopped, the root may be forking a process that is not listed yet.
     while _state(pid) not in "TtZX" and time.monotonic() < end:
         time.sleep(POLL_S / 10)
     ended = kill_below(pid, seconds=seconds)
@@ -120,10 +125,10 @@ def kill_tree(pid: int, *, seconds: float) -> bool:
 def kill_below(
     pid: int, *, seconds: float, keep: frozenset[int] = frozenset(), reap: bool = False
 ) -> bool:
-    """Kill everything below `pid` but `keep`; False if something was left after `seconds`.
+    """Kill the descendants of `pid` except `keep`; return False if one survived `seconds`.
 
     Args:
-        reap: wait for the dead; they are this process's own children.
+        reap: wait for dead processes, which are this process's own children.
     """
     end = time.monotonic() + seconds
     stopped: set[int] = set()
@@ -136,7 +141,7 @@ def kill_below(
             return True
         if time.monotonic() > end:
             return False
-        # what is stopped cannot fork: kill only once a look finds nothing new
+        # Stopped processes cannot fork. Kill them only once a pass finds no new process.
         new = set(left) - stopped
         for child in new:
             send(child, signal.SIGSTOP)
@@ -148,18 +153,19 @@ def kill_below(
 
 
 def _reaped(pid: int) -> bool:
-    with suppress(ChildProcessError):  # a grandchild: it will be ours when its parent is dead
+    # A grandchild becomes our child once its parent is dead.
+    with suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     return False
 
 
 def _is_dead(pid: int) -> bool:
-    """Tell whether it is gone, or a zombie, which only its parent can take away."""
+    """Whether the process is gone, or a zombie that only its parent can reap."""
     return _state(pid) in "ZX"
 
 
 def _state(pid: int) -> str:
-    """Return the kernel's letter for what it does; X if it is gone."""
+    """Return the kernel's letter for the state of a process; X if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -167,13 +173,13 @@ def _state(pid: int) -> str:
 
 
 def run_whole(command: list[str]) -> int:
-    """Run a command; return its exit code once nothing below this process is left.
+    """Run a command; return its exit code once this process has no descendants left.
 
-    As with shells, 127 says that it cannot be started, and 128 and a number that this signal has
-    ended it.
+    As with shells, 127 means that the command cannot be started, and 128 + N that signal N ended
+    it.
     """
     adopt_orphans()
-    # raised in the main thread, wherever it waits
+    # Python raises SystemExit in the main thread, wherever that waits.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     die_with_parent(signal.SIGTERM)
     try:
