@@ -1,4 +1,4 @@
-"""Fields of a `config.json`, and the check of what a folder gives by their declared types."""
+"""Declared fields of a `config.json`, and the check of a folder's values by their types."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlcore.errors import ModelError
 
 NAME = "config.json"
 
-# The value of a field that has no default, and of `Field.only` where any value is accepted.
+# Marks a field without a default. As ANY it marks a `Field.only` that accepts every value.
 REQUIRED: Any = type("Required", (), {"__repr__": lambda _: "REQUIRED"})()
 ANY = REQUIRED
 
-# No model has a larger size; a list with a place for each layer would not fit into memory.
+# No model has a larger size: a list with an entry for each layer would not fit into memory.
 _LIMIT = 1 << 31
 
 Kind = Literal[
@@ -25,7 +25,7 @@ Kind = Literal[
 
 
 def _finite(value: Any) -> bool:
-    """Whether a value is a number that a float can hold; a bool is none."""
+    """Whether a value is a finite number within the limit; a bool is not a number."""
     if type(value) is int:
         return abs(value) < _LIMIT
     return type(value) is float and math.isfinite(value)
@@ -57,7 +57,7 @@ _KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """The type of a field, its value where it is left out, and the only value that is supported."""
+    """The type of a field, its default, and the only supported value, if there is just one."""
 
     kind: Kind
     default: Any = REQUIRED
@@ -68,12 +68,12 @@ class Field:
 def check_fields(
     folder: Path | str, config: Mapping[str, Any], fields: Mapping[str, Field], within: str = ""
 ) -> dict[str, Any]:
-    """Return the declared fields of `config`, those that are left out with their defaults.
+    """Return the declared fields of `config`, with defaults for missing ones.
 
     Args:
         within: the field of config.json that holds `config`, for messages.
 
-    Raises ModelError for a value of another type, for null, or for one that is not supported.
+    Raises ModelError for a value of another type, a null, or an unsupported value.
     """
     checked = {}
     for key, field in fields.items():

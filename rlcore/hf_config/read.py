@@ -11,7 +11,7 @@ from rlcore.hf_config.fields import NAME, Field, check_fields
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Read `config.json` of a folder. Raises ModelError unless it is there and holds an object."""
+    """Read `config.json` of a folder. Raises ModelError unless the file holds a JSON object."""
     folder = Path(folder)
     path = folder / NAME
     if not folder.is_dir():
@@ -23,7 +23,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    # A ValueError is also raised for bytes that are no UTF-8, and numbers of thousands of digits.
+    # Bytes that are not UTF-8 and numbers of thousands of digits raise ValueError too.
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
     except OSError as error:
@@ -36,7 +36,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 def text_model_size(folder: Path | str, key: str) -> int | None:
     """Read a size from `config.json`, or from its `text_config`; None where neither has it.
 
-    Raises ModelError like `read_config`, and for what is no positive integer.
+    Raises ModelError like `read_config`, and for a value that is not a positive integer.
     """
     config = read_config(folder)
     fields = {

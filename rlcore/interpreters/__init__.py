@@ -1,1 +1,1 @@
-"""Asks other Python environments what they have installed."""
+"""Queries other Python environments for their installed packages."""

@@ -1,4 +1,4 @@
-"""Asks an interpreter, in a process of its own, what it has installed: works without torch."""
+"""Queries an interpreter in a child process for its packages. Works without torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ PROBE = Path(probe.__file__)
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What an interpreter told. `broken` is why it, or its torch, does not work; else "".
+    """The answer of an interpreter.
 
     Attributes:
-        packages: version by name, of those that were asked for and are there.
+        packages: versions of the requested packages that are installed, by name.
         cuda, nccl: "" where torch has none.
-        te: whether Transformer Engine can be imported; None: not asked.
-        uncompiled: why torch.compile cannot work; "" where it can, or was not asked.
+        te: whether Transformer Engine can be imported; None: not checked.
+        uncompiled: why torch.compile cannot work; "" where it can, or was not checked.
+        broken: why the interpreter, or its torch, does not work; "" where both work.
     """
 
     python: str = ""
@@ -48,7 +49,7 @@ def ask(python: Path | str, packages: list[str], *, module: str | None = None) -
     """Ask an interpreter for the versions of `packages`, torch and NCCL.
 
     Args:
-        module: asks for more in the same way; the interpreter is that of rlcore then.
+        module: a module of rlcore to run instead of the probe, by rlcore's own interpreter.
     """
     script = [str(PROBE)] if module is None else ["-m", module]
     command = [str(python), "-W", "ignore", *script, json.dumps(packages)]
@@ -72,15 +73,15 @@ def ask(python: Path | str, packages: list[str], *, module: str | None = None) -
     except subprocess.TimeoutExpired:
         return Interpreter(broken=f"it did not answer within {INTERPRETER_S:g} s")
     try:
-        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return Interpreter(**told)
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return Interpreter(**answer)
     except (ValueError, TypeError, IndexError):
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        return Interpreter(broken=f"exit code {done.returncode}: {said[0]}")
+        output = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return Interpreter(broken=f"exit code {done.returncode}: {output[0]}")
 
 
 def cuda_toolkit(variables: Mapping[str, str]) -> str | None:
-    """The folder of the CUDA toolkit that a process with these variables finds, or None."""
+    """Return the CUDA toolkit's folder that a process with these variables finds, or None."""
     given = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
     if given:
         return given

@@ -1,7 +1,7 @@
-"""Says in JSON what the interpreter that runs it has installed.
+"""Prints as JSON what the interpreter that runs this file has installed.
 
-`rlcore.interpreters.ask` runs it by its path, in environments without rlcore: it imports the
-standard library, and torch where that is there.
+`rlcore.interpreters.ask` runs this file by its path, in environments without rlcore. So it imports
+the standard library, and torch where that is installed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 
 def answer(names: list[str]) -> dict[str, Any]:
-    """Return the fields of `Interpreter` but for the kernels."""
-    told: dict[str, Any] = {"python": platform.python_version(), "packages": {}}
+    """Return the fields of `Interpreter`, except those about kernels."""
+    answered: dict[str, Any] = {"python": platform.python_version(), "packages": {}}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            told["packages"][name] = metadata.version(name)
+            answered["packages"][name] = metadata.version(name)
     try:
         import torch
 
-        told["torch"] = torch.__version__
-        told["cuda"] = torch.version.cuda or ""
-        told["gpus"] = torch.cuda.device_count()
+        answered["torch"] = torch.__version__
+        answered["cuda"] = torch.version.cuda or ""
+        answered["gpus"] = torch.cuda.device_count()
         number = ctypes.c_int()
         try:
-            # the library that is loaded; `torch.cuda.nccl.version()` is that of torch's build
+            # Ask the loaded library: `torch.cuda.nccl.version()` is the version at torch's build.
             ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
             digits: tuple[int, ...] = (
                 number.value // 10000,
@@ -38,13 +38,13 @@ def answer(names: list[str]) -> dict[str, Any]:
             )
         except (OSError, AttributeError):
             digits = torch.cuda.nccl.version()[:3] if torch.version.cuda else ()
-        told["nccl"] = ".".join(map(str, digits))
+        answered["nccl"] = ".".join(map(str, digits))
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-        told["broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return told
+        answered["broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return answered
 
 
 if __name__ == "__main__":
-    # the folder of this file, whose modules have names of the standard library's and others'
+    # Remove the folder of this file: its modules would shadow packages of the same names.
     sys.path.pop(0)
     print(json.dumps(answer(json.loads(sys.argv[1]))))
