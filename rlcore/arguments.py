@@ -23,7 +23,10 @@ MODEL_OPTIONS = ("family", "alphabet", "tied", "chat", *_MODEL_SIZES)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse; argparse collects files and overrides only up to the next flag, so we add the rest."""
+    """Parse a command line.
+
+    argparse collects files and overrides only up to the next flag, so the rest are added here.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
@@ -34,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _as_key(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
-    """Say that keys are no flags, which they are in other trainers."""
+    """Explain that a configuration key is not a flag, as it is in other trainers."""
     if "settings" not in arguments:
         return ""
     from rlcore.config.messages import suggest
@@ -59,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: Commands, name: str, text: str, settings: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command; `settings` is how many files and overrides it takes, as argparse's nargs."""
+    """Add a command; `settings` is the nargs of its files and overrides."""
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(command=name)
     if settings:
@@ -76,7 +79,7 @@ def _add_configured(commands: Commands) -> None:
     text = "train a model by reinforcement learning or supervised fine-tuning"
     sub = _command(commands, "train", text, "+")
     how = sub.add_mutually_exclusive_group()
-    _flag(how, "--resume", "go on from the run's last checkpoint")
+    _flag(how, "--resume", "continue from the run's last checkpoint")
     _flag(how, "--overwrite", "delete what an earlier run of this name left")
     text = "check a configuration and print it with the origin of each value"
     sub = _command(commands, "validate", text, "+")
@@ -120,16 +123,16 @@ def _add_configured(commands: Commands) -> None:
 
 
 def _add_servers(commands: Commands) -> None:
-    """Add the commands that serve a run, beside it."""
+    """Add the commands that run servers for a trainer."""
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
     sub = _command(commands, "engine", text, "*")
-    text = "a JSON file with their URLs, there while they are ready"
+    text = "a JSON file for their URLs; it exists while they are ready"
     sub.add_argument("--urls-file", type=Path, help=text)
-    text = "machines of one engine, each with as many of its ranks; call the command on all of them"
+    text = "machines of one engine, each with equally many ranks; run the command on all of them"
     sub.add_argument("--nodes", type=_positive, default=1, metavar="N", help=text)
-    text = "of this machine; 0: the one that answers requests"
+    text = "rank of this machine; 0: the machine that answers requests"
     sub.add_argument("--node-rank", type=int, default=0, metavar="K", help=text)
-    text = "an address of that machine, and a free port there, where its ranks meet"
+    text = "an address of machine 0, and a free port there for the rendezvous of the ranks"
     sub.add_argument("--head", metavar="HOST:PORT", help=text)
 
 
@@ -143,18 +146,18 @@ def _add_others(commands: Commands) -> None:
     sub.add_argument("source", type=Path, help=text)
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
     _flag(sub, "--best", "the run's best checkpoint: RUN@best")
-    text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
+    text = "what became of every prompt that a run drew; exit code 1 unless the ledger balances"
     sub = _command(commands, "ledger", text)
-    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
+    sub.add_argument("run", type=Path, help="the folder of a run, even one in progress")
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
     _flag(how, "--json", "as one JSON object")
     _flag(sub, "--quick", "do not read the recorded samples")
-    text = "what differs between two runs, and where their metrics part; exit code 1 if anything"
+    text = "what differs between two runs, and where their metrics diverge; exit code 1 if anything"
     sub = _command(commands, "compare", text)
     sub.add_argument("a", type=Path, metavar="A", help="the folder of a run")
-    sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
-    text = "by which part of its size a metric may differ (0.001)"
+    sub.add_argument("b", type=Path, metavar="B", help="the folder of another run")
+    text = "the relative difference that a metric may have (0.001)"
     sub.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=text)
     text = "look at runs in a browser: curves, samples, tokens, what was not trained and why"
     sub = _command(commands, "view", text)
@@ -170,7 +173,7 @@ def _add_others(commands: Commands) -> None:
     text = "the folder of a run, under any launcher (default: the runs on a Ray cluster)"
     sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help=text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    sub = _command(commands, "stop", "end a run on a Ray cluster cleanly, after its step at hand")
+    sub = _command(commands, "stop", "end a run on a Ray cluster cleanly, after its current step")
     sub.add_argument("run", metavar="RUN", help="its run.name")
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
     text = "how long to wait for its end (600)"
@@ -186,7 +189,7 @@ def _add_others(commands: Commands) -> None:
 
 
 def _add_gpu_memory(sub: argparse.ArgumentParser) -> None:
-    """Add the memory that `rlcore plan` and `rlcore dryrun` compare needs with."""
+    """Add the GPU memory that `rlcore plan` and `rlcore dryrun` compare with the need."""
     text = "of one GPU, as 80G (the default)"
     sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help=text)
 

@@ -1,4 +1,4 @@
-"""The `rlcore` command. Torch and the rest are imported by the command that needs them."""
+"""The `rlcore` command. Each command imports torch and other heavy modules only if needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlcore.timeline.start import START, process_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run a command. Returns 0 if done, 1 if failed, 2 on bad input, 130 if interrupted."""
     if argv is None:
         START.origin = process_start()
         sys.excepthook = _print_traceback
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(given)
     arguments.given = given
     code = _run(arguments)
-    if argv is None:  # the process ends here
+    if argv is None:
+        # The process ends here, even if a plugin left threads behind.
         leave_in_time(code)
     return code
 
@@ -55,15 +56,17 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return command(arguments)
     except (UserError, RunFailed) as error:
-        if first_on_node():  # ranks that meet the same error print it once
+        # Several ranks may raise the same error: one of each node prints it.
+        if first_on_node():
             print(f"rlcore: {printable(mask_text(str(error)))}", file=sys.stderr)
         else:
             wait_for_reporter()
         return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED
-    except SystemExit as error:  # of a plugin: its code is no result of a run
+    except SystemExit as error:
+        # A plugin called sys.exit. Its exit code is not the result of a run.
         where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{where.filename}:{where.lineno} in {where.name}"
-        print(f"rlcore: sys.exit({error.code!r}) was called ({place})", file=sys.stderr)
+        location = f"{where.filename}:{where.lineno} in {where.name}"
+        print(f"rlcore: sys.exit({error.code!r}) was called ({location})", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
@@ -72,7 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.command in _LONG:
             print("rlcore: standard output or another pipe was closed", file=sys.stderr)
             return FAILED
-        sys.stderr.close()  # the reader has read enough, as in `rlcore metrics | head`
+        # The reader has read enough, as in `rlcore metrics | head`.
+        sys.stderr.close()
         return 0
 
 
@@ -81,8 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Check the plugins and train with the configured launcher."""
-    # SIGTERM is like Ctrl-C until the run handles both. Not in a rank: native code, in which a rank
-    # may be, runs no Python handler.
+    # SIGTERM acts like Ctrl-C until the run handles both. Ranks keep the default, since they may be
+    # in native code, which runs no Python handler.
     with nullcontext() if is_rank() else handling_stop_signals(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
@@ -105,7 +109,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Print the configuration, which checks were made and left out, and the notes."""
+    """Print the configuration, the checks that ran and those left out, and the notes."""
     loaded = _load(arguments.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.yaml_settings import render_config
@@ -146,7 +150,7 @@ def data(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print what this machine and its environments would lack; exit code 1 if a run would fail."""
+    """Print what this machine and its environments lack; exit code 1 if a run would fail."""
     loaded = _load(arguments.settings) if arguments.settings else None
     from rlcore.launch.doctor.checks import check_machine
 
@@ -232,7 +236,7 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
 
 
 def dry_run(arguments: argparse.Namespace) -> int:
-    """Print what single ranks of a configuration need and do."""
+    """Print the memory and the work of single ranks of a configuration."""
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.dryrun import dry_run as rehearse
 
@@ -248,7 +252,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
 
 
 def view(arguments: argparse.Namespace) -> int:
-    """Serve a page on runs, or write it to a file."""
+    """Serve a web page about runs, or write it to a file."""
     from rlcore.launch.commands.view import view_runs
 
     return view_runs(
@@ -261,7 +265,7 @@ def view(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Print how far a run is and its engines, or the runs on a Ray cluster."""
+    """Print the progress and the engines of a run, or the runs on a Ray cluster."""
     if arguments.run is not None:
         from rlcore.launch.run_folder import describe_run
 
@@ -275,7 +279,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Ask a run on a Ray cluster for a clean end, and wait for it."""
+    """Ask a run on a Ray cluster to end cleanly, and wait for its end."""
     from rlcore.launch.launchers import need_ray
 
     need_ray()
@@ -336,7 +340,7 @@ def _print_lines(lines: Iterable[str]) -> int:
     return 0
 
 
-# what they print is not what they are for
+# Commands whose output is not their purpose: for them a closed pipe is a failure.
 _LONG = frozenset({"train", "eval", "engine"})
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": train,

@@ -1,4 +1,4 @@
-"""Errors that users meet. The command line prints them without a traceback.
+"""Errors that users see. The command line prints them without a traceback.
 
 RlcoreError
 +-- UserError            bad input: exit code 2
@@ -9,12 +9,12 @@ RlcoreError
 |   +-- DeadlineExceeded
 |   +-- FailedElsewhere  another rank failed and knows why
 |   +-- PartLost         rank 0 lost its rollout service: the launcher starts the ranks again
-|   +-- EngineFailed     one engine died, hangs or answers nonsense: another can take its requests
+|   +-- EngineFailed     one engine died, hangs or answers nonsense: others take its requests
 |   |   +-- EngineHangs  it did not answer in time; a DeadlineExceeded too
 |   |   +-- NoEngineLeft none runs and none can be started again: the run saves, then stops
 |   +-- TooManyFailed    rollouts or rewards fail too often: the run saves, then stops
 |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
-+-- PublicationFailed    an engine missed a part of a publication: it runs again with the others
++-- PublicationFailed    an engine missed a part of a publication: repeated with the others
 +-- RolloutFailed        one rollout failed, not the run: it is tried again, then its group given up
 """
 
@@ -29,7 +29,7 @@ class RlcoreError(Exception):
 
 
 class UserError(RlcoreError, ValueError):
-    """Bad input: names the thing, what was got, what was expected and what to do."""
+    """Bad input. The message names the input, the value, what was expected and what to do."""
 
 
 class ConfigError(UserError):
@@ -49,22 +49,22 @@ class RunFailed(RlcoreError):
 
 
 class DeadlineExceeded(RunFailed, TimeoutError):
-    """A wait exceeded its limit. The message names what was waited for and the key of the limit."""
+    """A wait exceeded its limit. The message names the awaited part and the key of the limit."""
 
 
 class FailedElsewhere(RunFailed):
-    """Another rank failed. It reports the reason, and this rank gives it time to."""
+    """Another rank failed. This rank waits while the other one reports the reason."""
 
 
 class PartLost(RunFailed):
-    """This process lost contact with a part of the run and can neither go on nor save.
+    """This process lost a part of the run and can neither continue nor save.
 
-    Another start of the ranks may help.
+    Restarting the ranks may help.
     """
 
 
 class EngineFailed(RunFailed):
-    """One engine died, hangs, or answers nonsense; its requests may go to another. Names it."""
+    """One engine, named in the message, died, hangs, or answers nonsense; others may take over."""
 
 
 class EngineHangs(EngineFailed, DeadlineExceeded):
@@ -72,28 +72,28 @@ class EngineHangs(EngineFailed, DeadlineExceeded):
 
 
 class NoEngineLeft(EngineFailed):
-    """No engine runs and none can be started again; the message says how each one ended."""
+    """No engine runs and none can be restarted. The message says how each one ended."""
 
 
 class TooManyFailed(RunFailed):
-    """More rollouts or rewards failed than the run may ignore. What was trained is saved first."""
+    """More rollouts or rewards failed than the run may ignore. The run saves before it ends."""
 
 
 class EmptyBatch(RunFailed):
-    """Nothing is left to train on: bad input that shows only in the run. Earlier steps are kept."""
+    """No sample is left to train on: bad input that only a run reveals. Earlier steps are kept."""
 
 
 class PublicationFailed(RlcoreError):
-    """An engine missed a part of a publication; the others wait until it runs again."""
+    """An engine missed a part of a publication, which is repeated with the other engines."""
 
 
 class RolloutFailed(RlcoreError):
-    """One rollout failed for a reason that is not the policy's, and must not be trained on.
+    """One rollout failed for a reason other than the policy, and must not be trained on.
 
     Args:
-        kind: "error" (an exception), "timeout", "exit" (`sys.exit`), "result" (nonsense was
-            returned), or a word of the workflow's own: under it failures are counted.
-        place: of the user's code, as ` (file:line in name)`; it ends the message.
+        kind: the counter of the failure: "error" (an exception), "timeout", "exit" (`sys.exit`),
+            "result" (an invalid return value), or a word that the workflow chose.
+        place: location in the user's code, as ` (file:line in name)`; it ends the message.
     """
 
     def __init__(self, kind: str, message: str, place: str = "") -> None:
@@ -109,17 +109,17 @@ class RolloutFailed(RlcoreError):
 # Exit codes of the `rlcore` command.
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130  # a run that was asked to stop before its end
+INTERRUPTED = 130  # the run was asked to stop before its end
 
 
 def exit_code(status: str) -> int:
-    """Return the exit code of a run that did not fail."""
+    """Return the exit code of a run that ended without an error."""
     return INTERRUPTED if status == "interrupted" else 0
 
 
 @contextmanager
 def named_by(key: str) -> Iterator[None]:
-    """Begin errors about a file, a data set or a model folder with the key that names it."""
+    """Prefix errors about a file, a data set or a model folder with the key that names it."""
     try:
         yield
     except (DataError, ModelError) as error:

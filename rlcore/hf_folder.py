@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors shards, written tensor by tensor, and the files beside them."""
+"""Hugging Face folders: safetensors shards, written tensor by tensor, and their companion files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ INDEX = "model.safetensors.index.json"
 # safetensors' names of the types that weights have.
 DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-# Tokenizer, chat template, generation settings and custom code are copied by their suffix, since
-# tokenizers may bring files of any name.
-_COPIED = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # no code
+# Tokenizer, chat template and generation settings are copied by suffix, since the files of a
+# tokenizer may have any name. Code is not copied.
+_COPIED = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 _WRITTEN = {"config.json", INDEX, "pytorch_model.bin.index.json"}
-_NAMED_TEMPLATES = "additional_chat_templates"  # transformers keeps them there
+# The folder in which transformers keeps chat templates with names.
+_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 class ShardWriter:
-    """Writes one file for each shard into `folder`, which must exist.
+    """Writes one file per shard into the existing `folder`.
 
-    It holds no tensor in memory: when `add` returns, the tensor is in its file. Every method raises
-    OSError if the system refuses.
+    The writer holds no tensor in memory: when `add` returns, the tensor is in its file. Every
+    method raises OSError if a write fails.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Bucket]) -> None:
         self.folder = folder
         self.shards = shards
         self._file: FileIO | None = None
-        self._shard = 0  # of the next tensor
+        # Shard and tensor that `add` expects next.
+        self._shard = 0
         self._tensor = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -76,7 +78,7 @@ class ShardWriter:
             )
 
     def close(self) -> None:
-        """Close the file that is being written, if the writer is given up in the middle."""
+        """Close the open file, if any; for a writer that is abandoned before `finish`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -90,7 +92,7 @@ class ShardWriter:
 
 
 def header(shard: Bucket) -> bytes:
-    """Return what precedes the tensors in a shard's file: 8 bytes of length, and padded JSON."""
+    """Return the header of a shard's file: 8 bytes of length, then padded JSON."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for spec in shard.tensors:
@@ -107,10 +109,10 @@ def header(shard: Bucket) -> bytes:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor in a folder."""
+    """The file and offset of a tensor in a folder."""
 
     path: Path
-    offset: int  # of its first byte in the file
+    offset: int  # first byte in the file
     spec: TensorSpec
 
 
@@ -121,7 +123,7 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
         OSError, ValueError: a file is not readable.
     """
     types = {short: name for name, short in DTYPE_NAMES.items()}
-    places = {}
+    offsets = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -137,17 +139,17 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
             entries.pop("__metadata__", None)
             for name, entry in entries.items():
                 spec = TensorSpec(name, tuple(entry["shape"]), types[entry["dtype"]])
-                places[name] = TensorPlace(path, 8 + length + entry["data_offsets"][0], spec)
+                offsets[name] = TensorPlace(path, 8 + length + entry["data_offsets"][0], spec)
                 spec.num_bytes  # noqa: B018 - raises where the shape has no numbers
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no safetensors file: its header has {error!r}") from error
-    return places
+    return offsets
 
 
 def copy_companions(target: Path, model: Path, tokenizer: Path) -> None:
     """Copy the tokenizer folder's files, and the generation settings of the model folder.
 
-    The tokenizer's folder may have such settings of its own; they count where the model's has none.
+    Generation settings of the tokenizer's folder are used only if the model's folder has none.
     """
     companions = [
         path.relative_to(tokenizer)

@@ -1,6 +1,6 @@
-"""Imports: paths `package.module:name` and the lines of them that failed; torch, put off.
+"""Import paths `package.module:name`, locations of errors in user code, and torch on demand.
 
-Standard library alone: every layer uses it.
+Uses the standard library alone, since every layer imports this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _ROOT = Path(__file__).parents[1]
-_NOT_THE_USERS = (  # files of rlcore, of Python and of packages
+# Path prefixes of rlcore, of Python and of installed packages; other files are the user's.
+_NOT_THE_USERS = (
     "<",
     *(str(_ROOT / name) + os.sep for name in ("rlcore", "rollout", "backends")),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
@@ -30,7 +31,7 @@ _NOT_THE_USERS = (  # files of rlcore, of Python and of packages
 
 
 class NoSuchName(LookupError):
-    """The module of an import path was imported, but the name is not in it."""
+    """The module of an import path was imported, but lacks the name."""
 
     def __init__(self, module: ModuleType, message: str) -> None:
         super().__init__(message)
@@ -53,7 +54,7 @@ def import_object(path: str) -> Any:
 
 
 def place_of(function: Any, error: BaseException | None = None) -> str:
-    """` (file:line in name)` of a function, or of its line that raised; empty where unknown."""
+    """Return ` (file:line in name)` of a function, or of its line that raised; "" if unknown."""
     code = _code(function)
     if code is None:
         return ""
@@ -79,14 +80,14 @@ def _code(function: Any) -> CodeType | None:
 
 def call_method(found: type) -> Callable[..., Any] | None:
     """Return the function that runs when an instance of a class is called, if it has one."""
-    # getattr would find the metaclass's for a class without one
+    # For a class without `__call__`, getattr would return the metaclass's.
     return next(
         (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
     )
 
 
 def place_of_error(error: BaseException) -> str:
-    """` (file:line in name)` of the user's line that raised, or of the last line where none did."""
+    """Return ` (file:line in name)` of the innermost line of user code, or else of any code."""
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -95,7 +96,7 @@ def place_of_error(error: BaseException) -> str:
 
 
 def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
-    """Show the innermost frame of the user's code, or the innermost of all."""
+    """Format the innermost frame of the user's code, or else the innermost of all frames."""
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
     if not (own or frames):
         return ""
@@ -107,11 +108,11 @@ def _place(file: str, line: int, name: str) -> str:
     return f" ({file if path.startswith('..') else path}:{line} in {name})"
 
 
-# --- torch, put off -------------------------------------------------------------------------------
+# --- torch on demand ------------------------------------------------------------------------------
 
 
 class _Lazy(ModuleType):
-    """Stands for torch in `sys.modules` until an attribute or a module of it is asked for."""
+    """A stub for torch in `sys.modules` that loads torch at the first attribute or submodule."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -124,12 +125,12 @@ class _Lazy(ModuleType):
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Loads torch before a module of it is imported, and then takes what torch has loaded."""
+    """Loads torch before one of its submodules is imported, then returns the loaded submodule."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of torch, in place of finders that would load it a second time."""
+        """Find a module of torch before other finders load it a second time."""
         if not (fullname.startswith("torch.") and isinstance(sys.modules.get("torch"), _Lazy)):
             return None
         del sys.modules["torch"]
@@ -143,27 +144,27 @@ class _Submodules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, loader_state=own)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that torch has loaded."""
+        """Return the module that torch loaded."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own specification back."""
+        """Restore the module's own specification."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
 
 def import_torch_lazily() -> bool:
-    """Make `import torch` free until torch is used. Returns False where it is not installed.
+    """Make `import torch` free until torch is used. Returns False if torch is not installed.
 
-    Loading it costs two seconds of CPU. Commands that check configurations import modules that
-    import torch, and seldom use it.
+    Loading torch costs two seconds of CPU. Commands that check configurations import modules that
+    import torch, but seldom use torch.
     """
     if "torch" not in sys.modules:
         spec = importlib.util.find_spec("torch")
         if spec is None:
             return False
         lazy = _Lazy("torch")
-        # packages ask `find_spec` whether torch is installed
+        # Packages call `find_spec` to see whether torch is installed.
         lazy.__spec__ = spec
         sys.modules["torch"] = lazy
         sys.meta_path.insert(0, _Submodules())

@@ -1,4 +1,4 @@
-"""Weights in FP8 by blocks, as engines with `rollout.engine.quantization: fp8` take them.
+"""Weights in FP8 by blocks, for engines with `rollout.engine.quantization: fp8`.
 
 A projection `x.weight` [n, k] travels as float8_e4m3fn, with `x.weight_scale_inv` in fp32, one
 number for each block of 128 x 128: weight = float8 * scale. This is the form in which DeepSeek-V3
@@ -21,29 +21,29 @@ from rlcore.planning.publication import BLOCK, scale_shape
 from rlcore.weights import Bucket, TensorSpec
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # largest float8_e4m3fn
 SCALE = "_scale_inv"
-# the entry of a model's `config.json` that tells of this form
+# The entry of a model's `config.json` that declares this format.
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-_SMALLEST = 1e-12  # a block of zeros has a scale too
-_AT_ONCE = 1 << 24  # elements, which are in fp32 for a moment
+_SMALLEST = 1e-12  # smallest maximum of a block, so that the scale of a block of zeros is not 0
+_AT_ONCE = 1 << 24  # elements that are in fp32 at a time
 _FP8_NAME = str(FP8).removeprefix("torch.")
 
 
 def is_projection(spec: TensorSpec) -> bool:
-    """Whether a weight is quantised: the matrices of attention and MLPs, and those of experts."""
+    """Whether a weight is quantised: a matrix of attention, of an MLP or of an expert."""
     return planning.is_projection(spec.name, spec.shape)
 
 
 def quantised_bucket(bucket: Bucket) -> Bucket:
-    """The layout of a bucket once it is quantised: scales, what stays, then the FP8 matrices.
+    """Return the layout of a quantised bucket: scales, unquantised tensors, then FP8 matrices.
 
-    In this order each view is aligned, whatever the sizes are.
+    This order aligns every view, whatever the sizes are.
     """
     projections = [spec for spec in bucket.tensors if is_projection(spec)]
     scales = (
@@ -60,25 +60,25 @@ def quantise_bucket(bucket: Bucket, flat: Tensor, out: Tensor | None = None) -> 
 
     Args:
         flat: the bytes of `bucket`, uint8 [num_bytes].
-        out: where they go; default: new memory.
+        out: memory for the result; default: new memory.
 
     Raises ModelError for a matrix with an infinity or NaN: its whole block would become NaN.
     """
     layout = quantised_bucket(bucket)
     if out is None:
         out = torch.empty(layout.num_bytes, dtype=torch.uint8, device=flat.device)
-    places = dict(layout.views(out))
+    views = dict(layout.views(out))
     for spec, (name, weight) in zip(bucket.tensors, bucket.views(flat), strict=True):
         if is_projection(spec):
-            quantise(weight, places[name], places[name + SCALE])
+            quantise(weight, views[name], views[name + SCALE])
         else:
-            places[name].copy_(weight)
-    _check_finite({name: places[name] for name in places if _is_scale(name, places)})
+            views[name].copy_(weight)
+    _check_finite({name: views[name] for name in views if _is_scale(name, views)})
     return out
 
 
 def _check_finite(scales: Mapping[str, Tensor]) -> None:
-    """Refuse scales that are no finite numbers; the device is waited for once a bucket."""
+    """Refuse scales that are not finite, with one wait for the device per bucket."""
     if scales and not torch.cat([scale.flatten() for scale in scales.values()]).isfinite().all():
         name, scale = next(item for item in scales.items() if not item[1].isfinite().all())
         row, column = (~scale.isfinite()).nonzero()[0].tolist()
@@ -91,28 +91,31 @@ def _check_finite(scales: Mapping[str, Tensor]) -> None:
 
 
 def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:
-    """Round a matrix [n, k] to FP8, the largest of each block to 448.
+    """Round a matrix [n, k] to FP8, with the largest element of each block at 448.
 
     Args:
-        small: where the matrix goes, float8_e4m3fn [n, k].
-        scale: where its scales go, fp32 [ceil(n / 128), ceil(k / 128)].
+        small: output for the matrix, float8_e4m3fn [n, k].
+        scale: output for the scales, fp32 [ceil(n / 128), ceil(k / 128)].
     """
-    high = max(1, _AT_ONCE // (BLOCK * max(1, weight.size(1))))  # rows of blocks at a time
+    # Rows of blocks that are rounded at a time.
+    high = max(1, _AT_ONCE // (BLOCK * max(1, weight.size(1))))
     for first in range(0, scale.size(0), high):
         rows = slice(first * BLOCK, (first + high) * BLOCK)
         here = weight[rows]
         blocks = _blocks(here)
         largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3))).float()
-        # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise
+        # Divide by a tensor: for a Python number CUDA multiplies by the reciprocal, which rounds
+        # differently.
         largest = largest.clamp(min=_SMALLEST) / largest.new_full((), LARGEST)
         scale[first : first + high] = largest
-        # In fp32, whatever the weight's type is. At most 448 by a rounding, so none becomes NaN.
+        # The quotient is fp32 for every weight type. It exceeds 448 by at most a rounding error, so
+        # no element becomes NaN.
         whole = blocks / largest[:, None, :, None]
         small[rows] = whole.flatten(2).flatten(0, 1)[: here.size(0), : here.size(1)]
 
 
 def _blocks(matrix: Tensor) -> Tensor:
-    """A matrix in blocks, [high, 128, wide, 128], followed by zeros where some are not whole."""
+    """Return a matrix as blocks, [high, 128, wide, 128], padded with zeros to whole blocks."""
     rows, columns = matrix.shape
     high, wide = scale_shape(matrix.shape)
     if (rows, columns) != (high * BLOCK, wide * BLOCK):
@@ -121,17 +124,14 @@ def _blocks(matrix: Tensor) -> Tensor:
 
 
 def dequantise(small: Tensor, scale: Tensor) -> Tensor:
-    """The fp32 matrix [n, k] that a quantised one stands for."""
+    """Return the fp32 matrix [n, k] of a quantised one."""
     rows, columns = small.shape
     whole = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return small.float() * whole
 
 
 def dequantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a bucket, quantised or not, under the model's own names.
-
-    Quantised ones come as fp32.
-    """
+    """Yield the tensors of a bucket under the model's own names, quantised ones as fp32."""
     found = dict(tensors)
     for name, tensor in found.items():
         if tensor.dtype == FP8:
@@ -141,7 +141,7 @@ def dequantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
 
 
 def unquantised(bucket: Bucket) -> list[TensorSpec]:
-    """The specs of a bucket without the scales that belong to one of them.
+    """Return the specs of a bucket without the scales of quantised matrices.
 
     Raises ModelError for a quantised matrix without its scales.
     """

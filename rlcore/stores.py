@@ -1,8 +1,8 @@
-"""Stores in which processes meet, closed to everyone who does not belong.
+"""Key-value stores for the rendezvous of processes, closed to strangers.
 
-torch's own `TCPStore` listens on every interface and asks for no key: whoever reaches it can end
-the run, or give ranks false answers. So processes of one machine meet in a folder that only its
-owner can enter, and a store for several machines listens on the one address that they are given.
+torch's own `TCPStore` listens on every interface and needs no key: anyone who reaches it can end
+the run, or give ranks false answers. So processes of one machine share a folder that only its owner
+can enter, and a store for several machines listens on a single given address.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LOCK = ".lock"
 
 
 def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Open a store that listens on `host` alone, on a free port; for the process that holds it.
+    """Open a store, held by this process, that listens on a free port of `host` alone.
 
     Args:
         host: a name or an address of this machine.
         timeout_s: how long a call waits for a key.
 
-    Raises OSError where `host` is no address of this machine.
+    Raises OSError if `host` is not an address of this machine.
     """
     with listen_at(host) as listener:
         port = listener.getsockname()[1]
@@ -48,7 +48,7 @@ def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """Listen on one address, at a free port for 0. Raises OSError where `host` is not ours."""
+    """Listen on one address; port 0 picks a free port. Raises OSError for a foreign address."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -65,16 +65,16 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 
 
 def loopback_interface() -> str:
-    """The name of the interface that only this machine reaches: lo, on macOS lo0."""
+    """Return the name of the loopback interface: lo, on macOS lo0."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return min(names, default="lo")
 
 
 class FolderStore:
-    """A store of processes on one machine: a file for each key, in a folder of mode 0700.
+    """A store for processes of one machine: a file per key, in a folder of mode 0700.
 
-    It has those methods of `torch.distributed.Store` that ranks and their launcher use, with the
-    same meaning, but `get` does not wait for a key. Its errors are `torch.distributed`'s.
+    It has the methods of `torch.distributed.Store` that ranks and their launcher use, with the same
+    meaning and errors, except that `get` does not wait for a key.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,21 +83,22 @@ class FolderStore:
     @classmethod
     @contextmanager
     def made(cls) -> Iterator[FolderStore]:
-        """A store in a folder of its own, which is removed at the end."""
-        folder = Path(tempfile.mkdtemp(prefix="rlcore-store-"))  # of mode 0700
+        """Open a store in a new folder, which is removed at the end."""
+        # mkdtemp makes the folder with mode 0700.
+        folder = Path(tempfile.mkdtemp(prefix="rlcore-store-"))
         try:
             yield cls(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def under(self, prefix: str) -> FolderStore:
-        """The store of the keys that begin with `prefix` and a slash, as `PrefixStore` has them."""
+        """Return the part of the store under `prefix` and a slash, like a `PrefixStore`."""
         folder = self.folder / f"+{quote(prefix, safe='')}"
         folder.mkdir(mode=0o700, exist_ok=True)
         return FolderStore(folder)
 
     def clone(self) -> FolderStore:
-        """This store: it keeps no connection that a waiting thread could hold."""
+        """Return this store, which has no connection that a waiting thread could block."""
         return self
 
     def set(self, key: str, value: str) -> None:
@@ -106,19 +107,19 @@ class FolderStore:
             os.replace(new, self._path(key))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
+        """Return the value of an existing key."""
         with _of_torch():
             return self._path(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a key that is not there yet; of several writers the first wins.
+        """Write a key unless it exists; of several writers the first wins.
 
         Args:
-            expected: "", which stands for a missing key.
+            expected: must be "", which means a missing key.
 
         Returns:
             The value that the key has now.
@@ -133,7 +134,7 @@ class FolderStore:
         return desired.encode()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 where it is missing, and return the sum."""
+        """Add to a number, which starts at 0, and return the sum."""
         with _of_torch(), (self.folder / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             total = amount + (int(self.get(key)) if self.check([key]) else 0)
@@ -141,7 +142,7 @@ class FolderStore:
             return total
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key. Returns whether it was there."""
+        """Remove a key. Returns whether it existed."""
         try:
             self._path(key).unlink()
         except FileNotFoundError:
@@ -153,7 +154,7 @@ class FolderStore:
 
     @contextmanager
     def _written(self, value: str) -> Iterator[Path]:
-        """A file of its own with a value, which is gone at the end."""
+        """Write a value to a temporary file, which is removed at the end."""
         new = self.folder / f".{uuid.uuid4().hex}"
         with _of_torch():
             try:
@@ -165,20 +166,20 @@ class FolderStore:
 
 Store = dist.Store | FolderStore
 
-# Of gloo, read when a group is made. Without them each rank of W asks W times for an address list
-# that has W entries; with them it asks once, for lists of one entry.
-_SHORT_MEETING = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
+# gloo reads these variables when a group is made. Without them each of W ranks makes W requests for
+# an address list of W entries; with them it makes one request, for lists of one entry.
+_FEW_REQUESTS = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
 
 
 @contextmanager
 def meeting_briefly() -> Iterator[None]:
-    """Inside, the ranks of a new gloo group find each other with few requests to their store.
+    """Let the ranks of new gloo groups find each other with few requests to their store.
 
-    All ranks of the group must make it in here. Outside nothing changes: an engine that meets a
-    sender in a group of two knows nothing of these settings.
+    All ranks of a group must create it inside this context. Other groups are unchanged: an engine
+    that shares a group of two with a sender does not have these settings.
     """
-    before = {name: os.environ.get(name) for name in _SHORT_MEETING}
-    os.environ.update(_SHORT_MEETING)
+    before = {name: os.environ.get(name) for name in _FEW_REQUESTS}
+    os.environ.update(_FEW_REQUESTS)
     try:
         yield
     finally:
@@ -190,7 +191,7 @@ def meeting_briefly() -> Iterator[None]:
 
 
 def keys_under(prefix: str, store: Store) -> Store:
-    """The part of a store whose keys begin with `prefix`."""
+    """Return the part of a store whose keys begin with `prefix`."""
     return (
         store.under(prefix) if isinstance(store, FolderStore) else dist.PrefixStore(prefix, store)
     )
@@ -198,7 +199,7 @@ def keys_under(prefix: str, store: Store) -> Store:
 
 @contextmanager
 def _of_torch() -> Iterator[None]:
-    """Raise what torch's stores raise where the folder is gone."""
+    """Raise the error of torch's stores if the folder is gone."""
     try:
         yield
     except OSError as error:

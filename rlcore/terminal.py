@@ -1,5 +1,5 @@
-"""Text for people: no secret of the run is in it, what a model wrote must not steer a terminal, and
-the end of a terminal is not that of a run.
+"""Text for people: it holds no secret of the run, the text of a model cannot control the terminal,
+and a run outlives its terminal.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from urllib.parse import quote
 
 logger = logging.getLogger(__name__)
 
-# Control characters but tab and line end, marks of direction, and halves of characters, which no
-# stream can encode.
-_STEERS = re.compile(
+# Control characters except tab and line end, direction marks, and surrogates, which no stream can
+# encode.
+_CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 MASK = "(masked)"
-SHORTEST_SECRET = 6  # characters: shorter ones are parts of ordinary words
+MIN_SECRET_LENGTH = 6  # characters: shorter secrets are parts of ordinary words
 _secrets: set[str] = set()
-_secret = re.compile("(?!)")  # any of them
+# Matches any of the secrets.
+_secret = re.compile("(?!)")
 
 
 def hide(secrets: Iterable[str]) -> None:
-    """Mask these values in what this process writes from now on, also quoted for JSON and URLs."""
+    """Mask these values, also quoted for JSON and URLs, in all later output of this process."""
     global _secret
     for secret in secrets:
-        if len(secret) >= SHORTEST_SECRET and secret != MASK:
+        if len(secret) >= MIN_SECRET_LENGTH and secret != MASK:
             _secrets.update({secret, json.dumps(secret)[1:-1], quote(secret), quote(secret, "")})
     if _secrets:
         longest_first = sorted(_secrets, key=len, reverse=True)
@@ -45,16 +46,16 @@ def redacted(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return `text` redacted; what could steer a terminal is spelled out: `\x1b` for an escape."""
-    spelled = _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    r"""Return `text` redacted, with control characters spelled out: `\x1b` for an escape."""
+    spelled = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return redacted(spelled)
 
 
 class LastingStream(io.TextIOBase):
-    """A stream to people that no text and no end of its reader makes fail.
+    """A text stream whose writes do not fail.
 
-    A reader is a terminal that is closed, or a `tee` that is killed. What comes after its end is
-    dropped. Characters that the stream's encoding lacks are spelled out.
+    Text after the reader's end (a closed terminal, a killed `tee`) is dropped. Characters that the
+    stream's encoding lacks are spelled out.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -93,7 +94,7 @@ class LastingStream(io.TextIOBase):
                 self._end(error)
 
     def _end(self, error: OSError) -> None:
-        """Send what the stream still holds nowhere: it is flushed when the process ends."""
+        """Discard the stream's buffer, which would be flushed when the process ends."""
         self._ended = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())

@@ -1,5 +1,5 @@
-"""TLS by certificate files (`cluster.tls`): contexts of servers and clients, and what to say when a
-certificate is refused.
+"""TLS with certificate files (`cluster.tls`): contexts for servers and clients, and the message for
+a refused certificate.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ READABLE_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def check_files(tls: TLSConfig) -> None:
-    """Raise ConfigError for a file that is missing or unfit, or a key that others may read."""
+    """Raise ConfigError for a missing or unsuitable file, or a key that others may read."""
     client_context(tls.ca_file, where=f"{KEY}.ca_file")
     if tls.certificate_file is not None:
         server_context(tls)
 
 
 def server_context(tls: TLSConfig) -> ssl.SSLContext:
-    """Make the context of a server. Raises ConfigError as `check_files`, and without a certificate.
+    """Make the context of a server.
 
-    A key with a passphrase is refused: nobody is there to be asked for it.
+    Raises ConfigError as `check_files` does, without a certificate, and for a key with a
+    passphrase, since nobody is there to enter it.
     """
     certificate = tls.certificate_file
     key = tls.key_file
@@ -57,9 +58,9 @@ def server_context(tls: TLSConfig) -> ssl.SSLContext:
 
 
 def client_context(ca_file: str | None, *, where: str) -> ssl.SSLContext:
-    """Make the context of a client that accepts the authorities of `ca_file` alone.
+    """Make the context of a client that trusts the authorities of `ca_file` alone.
 
-    Without one it accepts those of the system.
+    Without a file the client trusts the system's authorities.
 
     Args:
         where: the key that names the file.
@@ -76,9 +77,9 @@ def client_context(ca_file: str | None, *, where: str) -> ssl.SSLContext:
 
 
 def engine_client(tls: TLSConfig | None, url: str) -> ssl.SSLContext | Literal[True]:
-    """Make the context of a client of engines, as aiohttp takes it: True where none is needed.
+    """Make aiohttp's `ssl` argument for a client of engines: True where no context is needed.
 
-    aiohttp's own one would have the system's authorities of the time of its import.
+    aiohttp's own context would have the system's authorities as of its import.
     """
     if not url.startswith("https:"):
         return True
@@ -86,7 +87,7 @@ def engine_client(tls: TLSConfig | None, url: str) -> ssl.SSLContext | Literal[T
 
 
 def refused_engine(error: BaseException, url: str, tls: TLSConfig | None) -> str | None:
-    """Say what `refused_certificate` says, for a client of engines."""
+    """Return the message of `refused_certificate` for a client of engines."""
     ca_file = None if tls is None else tls.ca_file
     return refused_certificate(error, url, ca_file, where=f"{KEY}.ca_file")
 
@@ -94,26 +95,26 @@ def refused_engine(error: BaseException, url: str, tls: TLSConfig | None) -> str
 def refused_certificate(
     error: BaseException, url: str, ca_file: str | None, *, where: str
 ) -> str | None:
-    """Say why the certificate of a server was refused; None if that is not what happened.
+    """Explain why the certificate of a server was refused; None for another error.
 
     Args:
-        error: an error of a connection, as aiohttp raises it.
+        error: a connection error, as aiohttp raises it.
         where: the key of `ca_file`.
     """
     while error.__cause__ is not None and not hasattr(error, "certificate_error"):
         error = error.__cause__
-    # aiohttp's error is of the same class, without the message
+    # aiohttp's error has the same class, but lacks the message.
     error = getattr(error, "certificate_error", error)
     if not isinstance(error, ssl.SSLCertVerificationError):
         return None
     authorities = f"{ca_file} ({where})" if ca_file else f"the system's authorities ({where})"
     return (
         f"the certificate of {urlsplit(url).hostname} is not accepted by {authorities}:"
-        f" {error.verify_message}; is it of that authority, still valid, and made for this host's"
+        f" {error.verify_message}; is it from that authority, still valid, and made for this host's"
         " name or address (subjectAltName)?"
     )
 
 
 def _check_file(path: str, where: str) -> None:
-    if problem := path_problem(path, CERTIFICATE):
-        raise ConfigError(f"{where}: {problem}")
+    if error := path_problem(path, CERTIFICATE):
+        raise ConfigError(f"{where}: {error}")

@@ -1,4 +1,4 @@
-"""The form in which weights travel: Hugging Face names, flat buckets of bytes."""
+"""The format in which weights are published: Hugging Face names, flat buckets of bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type; a ValueError if torch does not know it."""
+        """The type. Raises ValueError if torch does not know it."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{self.name}: {self.dtype!r} is not a torch dtype")
@@ -39,7 +39,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together, one behind the other, as one flat vector of bytes."""
+    """Tensors that are sent together, one after the other, as one flat vector of bytes."""
 
     index: int
     tensors: tuple[TensorSpec, ...]
@@ -66,15 +66,16 @@ class Bucket:
 def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut tensors into buckets of at most `bucket_bytes`, in order.
 
-    A larger tensor gets a bucket of its own. A bucket never mixes dtypes of different sizes: every
-    view is aligned. What an engine takes only together stays together, whatever its size.
+    A larger tensor gets a bucket of its own. A bucket never mixes dtypes of different sizes, so
+    every view is aligned. Tensors that an engine loads only together stay in one bucket, whatever
+    their size.
     """
     found = list(specs)
     sizes = [(spec.num_bytes, spec.dtype) for spec in found]
     whole = together([spec.name for spec in found])
     return tuple(
-        Bucket(index, tuple(found[place.start : place.stop]))
-        for index, place in enumerate(cut(sizes, bucket_bytes, whole))
+        Bucket(index, tuple(found[part.start : part.stop]))
+        for index, part in enumerate(cut(sizes, bucket_bytes, whole))
     )
 
 
