@@ -1,4 +1,4 @@
-"""Configuration: one pydantic model a section. Imports neither torch nor any engine."""
+"""Configuration: one pydantic model per section. Imports neither torch nor any engine."""
 
 from rlcore.config.sections.root import Config
 

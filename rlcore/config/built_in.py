@@ -1,7 +1,7 @@
-"""What built-in estimators and policy losses declare, without importing torch.
+"""The declarations of built-in estimators and policy losses, without importing torch.
 
 `tests/unit/config/test_built_in_algorithms.py` compares the tables with the registrations. Plugins
-are imported and asked instead (`rlcore.launch.input_checks`).
+are imported instead (`rlcore.launch.input_checks`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Declared:
-    """The arguments of a registration that checks and plans read."""
+    """The declarations of an algorithm that checks and plans read."""
 
     needs: frozenset[str] = frozenset()
     shaped_rewards: bool = False
     compares_group: bool = False
-    # a policy loss that looks at the whole optimizer step before it is split
+    # The policy loss reads the whole optimizer step before it is split.
     batch_stats: bool = False
 
 

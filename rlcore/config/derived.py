@@ -16,38 +16,38 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 from rlcore.deadlines import ABORT_S, REQUEST_S, TOKEN_S, TRANSPORT_GRACE_S
 
-# keywords of estimators that have a key of their own elsewhere -> that key
+# Estimator keywords that have their own configuration key -> that key.
 COEFFICIENTS = {
     "kl_coef": "algorithm.kl.reward_coef",
     "distill_coef": "algorithm.distillation.coef",
 }
 
-# keyword of estimators that weigh the parts of the reward themselves: by the weight of each part
+# The keyword through which estimators get the weights of the reward's parts.
 PART_WEIGHTS = "reward_weights"
 
-FP8_MULTIPLE = 16  # an FP8 matmul takes tokens by the sixteen
+FP8_MULTIPLE = 16  # the number of tokens in an FP8 matmul is a multiple of this
 
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
 def in_weight_group(engine: EngineConfig) -> bool:
-    """Whether weights may come to engines over a process group: NCCL, where both have GPUs."""
+    """Whether engines may receive weights over a process group (NCCL if both sides have GPUs)."""
     return engine.transport in ("auto", "distributed") and not engine.colocated
 
 
 def generates(config: Config) -> bool:
-    """Return whether an engine makes the training data, not people (labels) and not a recording."""
+    """Whether engines generate the training data, rather than labels or a recording."""
     return not config.is_sft and config.training.replay is None
 
 
 def truncates(config: Config) -> bool:
-    """Return whether tokens are sampled from a part of the vocabulary. Greedy ones are not."""
+    """Whether sampling is restricted to a part of the vocabulary. Greedy decoding is not."""
     sampling = config.rollout.sampling
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 def recorded_fields(config: Config) -> dict[str, str]:
-    """Return what the engine records with a sample: field of `Sample` -> key that asks for it."""
+    """Return the `Sample` fields that the engine records -> the key that requests each."""
     asked = {
         "sampling_mask": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
         "routed_experts": ("policy.routing_replay", config.policy.routing_replay == "engine"),
@@ -139,18 +139,18 @@ def updates_per_step(config: Config) -> int:
 
 
 def policy_updates(config: Config, updates: int) -> int:
-    """Return those of a run's optimizer steps, with a critic, that the policy takes too."""
+    """Return how many of `updates` train the policy too, in a run with a critic."""
     return max(1, updates - config.critic.warmup_steps * updates_per_step(config))
 
 
 def other_folders(config: Config) -> dict[str, str]:
-    """Return the key of each model with a folder of its own -> that folder."""
+    """Return the folders of reference, teacher and critic by their keys, where configured."""
     keys = ("reference.path", "teacher.path", "critic.path")
     return {key: path for key in keys if (path := attrgetter(key)(config))}
 
 
 def world_size(config: Config) -> int:
-    """Return the ranks of the run as configured; where torchrun decides, the fewest that fit."""
+    """Return the configured number of ranks; if torchrun decides, the fewest that fit."""
     processes = config.cluster.nodes * config.cluster.processes_per_node
     if config.cluster.launcher == "torchrun" and processes == 1:
         return model_parallel_size(config)
@@ -158,9 +158,9 @@ def world_size(config: Config) -> int:
 
 
 def embedded_in_trainer(config: Config) -> bool:
-    """Return whether the embedded engine is in the trainer's process, where a debugger reaches it.
+    """Whether the embedded engine runs in the trainer's process, where a debugger reaches it.
 
-    It is where the rollout service is there, too, and there is no other engine.
+    That requires the rollout service in the same process, and no other engine.
     """
     rollout = config.rollout
     return (
@@ -174,7 +174,7 @@ def embedded_in_trainer(config: Config) -> bool:
 def hosted_engines(config: Config) -> int:
     """Return the number of engines that Ray places, each in an actor.
 
-    An engine of another package is built in the process of the rollout service.
+    Engines of other packages run in the process of the rollout service instead.
     """
     engine = config.rollout.engine
     if not generates(config) or engine.is_external or is_import_path(engine.kind):
@@ -183,12 +183,12 @@ def hosted_engines(config: Config) -> int:
 
 
 def engine_place_s(config: Config) -> float:
-    """Return the seconds that an engine may wait before its start: Ray must place it."""
+    """Return the seconds that an engine may wait for Ray's placement before its start."""
     return config.cluster.start_timeout_s if config.cluster.launcher == "ray" else 0.0
 
 
 def comeback_s(engine: EngineConfig, place_s: float) -> float:
-    """Return the seconds in which a failed engine runs again: pause, placement, start."""
+    """Return the longest restart of a failed engine in seconds: pause, placement, start."""
     return engine.restart.max_backoff_s + place_s + engine.start_timeout_s
 
 
@@ -203,7 +203,7 @@ def longest_request_s(config: Config) -> float:
 def all_engines_timeout_s(config: Config) -> float:
     """Return the seconds for a step that needs every engine.
 
-    An engine may have to come back first, and requests in flight to end. The end of a publication
+    An engine may have to restart first, and requests in flight to end. The end of a publication
     alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
     """
     engine = config.rollout.engine
@@ -217,7 +217,7 @@ def all_engines_timeout_s(config: Config) -> float:
 def publication_call_s(config: Config) -> float:
     """Return the seconds after which the engines' event loop counts as blocked in a publication.
 
-    Each step of it has a deadline of its own: the longest one, times as many as a call has steps.
+    Each step of a call has its own deadline. This is the longest of them times the number of steps.
     """
     engine = config.rollout.engine
     longest = max(
@@ -229,7 +229,7 @@ def publication_call_s(config: Config) -> float:
 
 
 def gpus_of_a_node(config: Config) -> float:
-    """Return the GPUs that the ranks of a node ask Ray for.
+    """Return the number of GPUs that the ranks of a node request from Ray.
 
     Each rank takes whole GPUs, or a share of a single GPU.
     """
@@ -242,7 +242,7 @@ def gpus_of_a_node(config: Config) -> float:
 
 
 def pack_multiple(config: Config) -> int:
-    """Return the multiple that micro-batches are padded to, so that ranks hold equal shares.
+    """Return the multiple to which micro-batches are padded, so that ranks hold equal shares.
 
     Context parallelism cuts a sequence into 2 x CP chunks, sequence parallelism a pack into slices;
     FP8 has its own unit.
@@ -254,15 +254,15 @@ def pack_multiple(config: Config) -> int:
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Return the slots of a full micro-batch: a multiple, so that a pack with its pads fits too."""
+    """Return the tokens of a full micro-batch, rounded down so that padding fits too."""
     limit = config.policy.max_tokens_per_microbatch
     return limit - limit % pack_multiple(config)
 
 
 def model_parallel_size(config: Config) -> int:
-    """Return the fewest ranks that the layout fits.
+    """Return the smallest number of ranks that the layout fits.
 
-    They hold a whole number of copies of the dense weights, and of the experts.
+    These ranks hold a whole number of copies of the dense weights, and of the experts.
     """
     parallel = config.policy.parallel
     expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
@@ -285,7 +285,7 @@ class Passes:
 
     @property
     def count(self) -> int:
-        """How many passes a step makes."""
+        """The number of passes in a step."""
         return sum((self.policy, self.reference, self.teacher, self.critic))
 
 
@@ -300,7 +300,7 @@ def passes(
 
     Args:
         estimator_needs, loss_needs: the fields that the built estimator and policy loss declare.
-        whole_step_loss: the loss needs the log-probs of all of an optimizer step before it is
+        whole_step_loss: the loss needs the log-probs of the whole optimizer step before it is
             split.
     """
     kl = config.algorithm.kl
@@ -320,7 +320,7 @@ def passes(
 
 
 def built_in_passes(config: Config) -> Passes | None:
-    """Return `passes` if estimator and loss are built in; None if a plugin must be asked."""
+    """Return `passes` if estimator and loss are built in; None if one is a plugin."""
     estimator = ESTIMATORS.get(config.algorithm.estimator.name)
     loss = LOSSES.get(config.algorithm.loss.name)
     if estimator is None or loss is None:
@@ -336,9 +336,9 @@ def built_in_passes(config: Config) -> Passes | None:
 def _scored_before_update(
     config: Config, needs: Collection[str], *, reference: bool, critic: bool
 ) -> bool:
-    """Return whether the policy needs a pass of its own before the update.
+    """Whether the policy needs a separate pass before the update.
 
-    It needs none where one update sees the whole batch with the weights that made it.
+    It needs none if a single update sees the whole batch with the weights that generated it.
     """
     algorithm = config.algorithm
     training = config.training

@@ -1,7 +1,7 @@
-"""The kinds of engines: what configuration and launchers must know of each without importing it.
+"""The kinds of engines: facts that configuration and launchers need without importing an engine.
 
-An engine of this repository is a folder under `rollout/engines/` and a row of `KINDS`. The class of
-an engine of another package, named by its import path, has the same facts in its attribute `kind`.
+An engine of this repository is a folder under `rollout/engines/` and a row of `KINDS`. An engine
+class of another package, named by its import path, has the same facts in its attribute `kind`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import difflib
 from dataclasses import dataclass
 
 RECORDS = ("sampling_mask", "routed_experts")
-# An SGLang server's longest prompt ends so many tokens before its longest answer.
+# An SGLang server's longest prompt is this many tokens shorter than its longest sequence.
 SGLANG_ANSWER_RESERVE = 4
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What must be known about a kind; the defaults suit an engine of another package.
+    """The facts about a kind of engine; the defaults suit an engine of another package.
 
-    Which transports reach an engine stands in its own `transports`: the engines of a kind differ.
+    Transports are an attribute of each engine, since engines of one kind differ in them.
 
     Attributes:
         factory: import path of its `rollout.engines.factories.EngineFactory`; "" where the class
             that has these facts is the factory.
         title: its name in messages.
-        own_keys: the keys of `rollout.engine` that this kind reads and not every kind does. With
-            "urls" among them it takes engines that somebody else runs.
-        not_read: what is said about such a key that is given to another kind.
+        own_keys: the keys of `rollout.engine` that this kind reads and other kinds may not. If
+            "urls" is among them, the kind supports external engines.
+        not_read: the error about such a key in a configuration of another kind.
         standalone: `rlcore engine` starts engines of this kind without a trainer.
         batches: the engine decodes one call at a time, so a step's requests go out as few calls.
         repeatable: the address of a token fixes its random number.
@@ -38,7 +38,7 @@ class EngineKind:
         context_reserve: tokens of the model's context that a prompt and its response must leave
             free; None: the engine itself says how long they may be.
         answer_reserve: tokens of its longest sequence that no prompt may take.
-        sets_cumem: it sets NCCL_CUMEM_ENABLE, and the trainer must set it to the same.
+        sets_cumem: it sets NCCL_CUMEM_ENABLE, and the trainer must use the same value.
     """
 
     factory: str = ""
@@ -85,7 +85,7 @@ KINDS = {
         records=RECORDS,
         stop_strings=True,
         colocated=True,
-        # SGLang keeps two tokens of its context_length for itself.
+        # SGLang reserves two tokens of its context_length.
         context_reserve=2,
         answer_reserve=SGLANG_ANSWER_RESERVE,
         sets_cumem=True,

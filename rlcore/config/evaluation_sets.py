@@ -7,33 +7,34 @@ from pydantic import PositiveInt
 from rlcore.config.sections.evaluation import EvaluationSetConfig, EvaluationSettings
 from rlcore.config.sections.root import Config
 
-SET_KEY = "evaluation_set"  # of `Sample.metadata`, for the samples of a named set
+# The key of `Sample.metadata` that holds the name of a sample's set.
+SET_KEY = "evaluation_set"
 
 
 class EvaluationSet(EvaluationSetConfig):
-    """One set of held-out prompts; `k` is empty where only means are taken, without intervals."""
+    """One set of held-out prompts; with an empty `k` it has only means, without intervals."""
 
     name: str  # "" for the set of evaluation.paths
     k: list[PositiveInt]
 
     @property
     def key(self) -> str:
-        """The section with its settings, for messages."""
+        """The configuration key of the set's section, for messages."""
         return f"evaluation.sets.{self.name}" if self.name else "evaluation"
 
     @property
     def prefix(self) -> str:
-        """The beginning of its metrics' names."""
+        """The prefix of its metrics' names."""
         return f"eval/{self.name}/" if self.name else "eval/"
 
     def is_due(self, step: int, *, ended: bool) -> bool:
-        """Whether it is scored after `step`; `ended`: that was the last."""
+        """Whether the set is scored after `step`; `ended`: that was the last step."""
         if step == 0:
             return self.at_start
         return (ended and self.at_end) or (self.every > 0 and step % self.every == 0)
 
     def config(self, config: Config) -> Config:
-        """Return the run's configuration with what is the set's own."""
+        """Return the run's configuration with the settings of this set."""
         keys = {"prompt_key": self.prompt_key, "label_key": self.label_key}
         given = {name: key for name, key in keys.items() if key is not None}
         rollout = config.rollout
@@ -68,10 +69,10 @@ def _named(name: str, part: EvaluationSetConfig) -> EvaluationSet:
 
 
 def sets_due(config: Config, step: int, *, ended: bool) -> list[str]:
-    """Return the names of the sets that are scored after `step`; `ended`: that was the last."""
+    """Return the names of the sets to score after `step`; `ended`: that was the last step."""
     return [given.name for given in evaluation_sets(config) if given.is_due(step, ended=ended)]
 
 
 def set_of(metric: str) -> str:
-    """Return the name of the set that a metric `eval/...` is of."""
+    """Return the name of the set to which a metric `eval/...` belongs."""
     return metric.removeprefix("eval").strip("/").rpartition("/")[0]

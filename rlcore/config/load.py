@@ -1,4 +1,4 @@
-"""Load files and overrides into a checked configuration that knows the origin of each value."""
+"""Loads files and overrides into a checked configuration that knows the origin of each value."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from rlcore.config.yaml_settings import (
 from rlcore.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-+]*=")
-# of a key of an evaluation set or a data source: without it, the key that it inherits from
+# The part to remove from a key of an evaluation set or a data source to get the inherited key.
 _ENTRY = re.compile(r"(?<=^evaluation\.)sets\.[^.]+\.|(?<=^data\.)sources\.[^.]+\.")
 _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration that passed every check that needs no torch."""
+    """A configuration that passed every check except those that need torch."""
 
     config: Config
-    # dotted key of every value -> "file:line" | "override" | "default"
+    # Dotted key of every value -> "file:line" | "override" | "default".
     origins: Mapping[str, str]
-    # what was given but has no effect, one line each: to be logged
+    # Warnings to log, one line each: values without effect, or without the expected effect.
     notes: tuple[str, ...] = ()
 
     def origin(self, path: str) -> str:
@@ -56,12 +56,12 @@ class Loaded:
         return next((origin for origin in (*above, *below) if origin != DEFAULT), DEFAULT)
 
     def to_json(self) -> str:
-        """Return all of it as text, secrets included."""
+        """Return the configuration and its origins as text, secrets included."""
         return json.dumps([self.config.model_dump(), dict(self.origins), self.notes])
 
     @classmethod
     def from_json(cls, text: str) -> Loaded:
-        """Take what `to_json` made, without the checks that it has passed."""
+        """Read the text of `to_json`, without repeating the checks."""
         values, origins, notes = json.loads(text)
         hide_secrets(values)
         return cls(Config.model_validate(values), origins, tuple(notes))
@@ -72,7 +72,7 @@ class Loaded:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Tell files (`*.yaml`, `*.yml`) and overrides (`a.b=value`) of a command line apart."""
+    """Split a command line into files (`*.yaml`, `*.yml`) and overrides (`a.b=value`)."""
     files: list[Path] = []
     overrides: list[str] = []
     for argument in arguments:
@@ -92,15 +92,15 @@ def load_config(
 ) -> Loaded:
     """Merge `presets`, `files` and then the overrides, and check the result.
 
-    Files merge left to right: maps merge, everything else replaces. A section that is `null` goes
-    back to its defaults, and an entry of a map of sections (`reward.parts.NAME: null`) goes away.
-    Presets are what a command sets by itself, written as overrides.
+    Files merge left to right: maps merge, other values replace earlier ones. A section that is
+    `null` returns to its defaults, and an entry of a map of sections (`reward.parts.NAME: null`) is
+    removed. Presets are the settings of the command itself, written as overrides.
 
-    A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh:
-    the keywords of the plugin that was named before fall away.
+    If a later layer changes the `name` of a plugin section (`algorithm.estimator`, ...), the
+    keywords of the earlier plugin are dropped.
 
     Raises:
-        ConfigError: one line a problem, naming key, origin, what was got and what was expected.
+        ConfigError: one line per error, with key, origin, the value and what was expected.
     """
     tree: Tree = {}
     notes: list[Problem] = []
@@ -115,10 +115,10 @@ def load_config(
 
 
 def refuse_masked(loaded: Loaded) -> None:
-    """Refuse values that were masked: those of the config.yaml of a run, given as a file.
+    """Refuse masked values, which come from the config.yaml of a run.
 
     Raises:
-        ConfigError: names every such key.
+        ConfigError: names every masked key.
     """
     found = list(masked_keys(loaded.config.model_dump()))
     if found:
@@ -138,7 +138,7 @@ def _tree_of(overrides: Sequence[str]) -> Tree:
 
 
 def _validate(tree: Tree) -> Config:
-    # An empty section for each required one, so that errors name the missing key in it.
+    # Required sections start empty, so that errors name the missing key inside them.
     fields = Config.model_fields.items()
     required: dict[str, Any] = {name: {} for name, field in fields if field.is_required()}
     values = required | plain(tree)
@@ -153,7 +153,7 @@ def _validate(tree: Tree) -> Config:
 
 
 def _numbers_as_text(values: dict[str, Any], tree: Tree, error: ValidationError) -> None:
-    """Take numbers as they were written where text belongs: `run.name: 1e-3` names a run."""
+    """Replace numbers by their text as written where a key holds text, as in `run.name: 1e-3`."""
     for details in error.errors(include_url=False):
         path = tuple(str(key) for key in details["loc"])
         setting = find(tree, path)
@@ -169,9 +169,9 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree, error: ValidationError)
 
 
 def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -> Tree:
-    """Put a layer on top of `tree`, as `load_config` says.
+    """Put a layer on top of `tree`, by the rules of `load_config`.
 
-    A section with nothing under its name (`tracking:`) sets nothing; one that is `null` goes.
+    A section with nothing after its name (`tracking:`) sets nothing; a `null` resets it.
     """
     merged = dict(tree)
     for key, new in layer.items():
@@ -193,7 +193,7 @@ def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -
 def _without_keywords(
     tree: Tree, section: type[Plugin], path: KeyPath, notes: list[Problem]
 ) -> Tree:
-    """Drop the keywords of a plugin in whose place another is named."""
+    """Drop the keywords of a plugin that a later layer replaces by another."""
     own = section.model_fields.keys() - section.keywords
     if dropped := [name for name in tree if name not in own]:
         message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
@@ -216,13 +216,14 @@ def _origins(config: Config, tree: Tree) -> dict[str, str]:
         for path, _ in leaves(config.model_dump())
     }
     for path, origin in written.items():
-        if f"{path}.name" in found:  # a plugin's name alone, in place of its section
+        # The layer gives the name of a plugin instead of its section.
+        if f"{path}.name" in found:
             found[f"{path}.name"] = origin
     return found
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every value that is not a map with something in it."""
+    """Yield (dotted key, value) for every value that is not a non-empty map."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{path}{key}.")

@@ -1,6 +1,6 @@
-"""Errors of a configuration, one line each: path, origin, what was given, what was expected.
+"""Errors of a configuration, one line each: path, origin, the value, what was expected.
 
-A key that no section declares, which pydantic finds, is refused with the key that was meant.
+Unknown keys, which pydantic finds, are refused with a suggestion.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Problem(NamedTuple):
         return f"{self.path}: {self.message}"
 
     def at(self, where: str) -> str:
-        """Return the line to print, with the origin of the key unless that is the default."""
+        """Return the line to print, with the origin of the key unless it is a default."""
         return str(self) if where == DEFAULT else f"{self.path} ({where}): {self.message}"
 
 
 def config_error(problems: Iterable[Problem], tree: Tree) -> ConfigError:
-    """Return all problems as one error, one a line, each with the origin of its key."""
+    """Join problems into one error with a line for each, which has the origin of its key."""
     return ConfigError("\n".join(p.at(origin(tree, tuple(p.path.split(".")))) for p in problems))
 
 
 def invalid_values(error: ValidationError, tree: Tree) -> list[Problem]:
-    """Return pydantic's findings in our words."""
+    """Convert pydantic's errors."""
     return [_problem(details, tree) for details in error.errors(include_url=False)]
 
 
@@ -82,7 +82,7 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
 
 
 def expected_by(details: ErrorDetails) -> str:
-    """Return what pydantic expected, in our words."""
+    """Describe what pydantic expected."""
     context = details.get("ctx", {})
     if details["type"] == "value_error":
         return str(context["error"]).removeprefix("expected ")
@@ -91,7 +91,7 @@ def expected_by(details: ErrorDetails) -> str:
 
 
 def show(value: Any) -> str:
-    """Return the value as YAML users write it."""
+    """Format a value as users write it in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -108,7 +108,7 @@ def unknown_key(path: KeyPath, value: Any = None) -> str:
     """Return the message about an unknown key.
 
     Args:
-        value: what was given; the keys of a map are looked up one by one.
+        value: the value of the key; the keys of a map are looked up one by one.
     """
     if "." in path[-1]:
         return "unknown key: in a file, nest the parts instead of joining them with dots"
@@ -131,9 +131,9 @@ def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
 
 
 def suggest(path: KeyPath) -> str | None:
-    """Return the key that was meant, or why there is none; None where nothing is near.
+    """Suggest a key, or say why there is none; None if no key is similar.
 
-    A key of the same section comes first, then what does the same in other trainers.
+    Keys of the same section come first, then the counterparts of other trainers' keys.
     """
     section = section_at(path[:-1])
     siblings = list(section.model_fields) if section is not None else []
@@ -157,7 +157,7 @@ def _ends(key: str) -> tuple[str, str]:
 
 
 def _likeness(path: KeyPath, key: str) -> float:
-    """Return the likeness of the last words; a common first section breaks ties."""
+    """Return the similarity of the last words; a common first section breaks ties."""
     parts = key.split(".")
     leaf = difflib.SequenceMatcher(None, path[-1], parts[-1]).ratio()
     return leaf + 0.05 * (path[0] == parts[0])

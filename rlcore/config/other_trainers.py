@@ -1,9 +1,8 @@
-"""The keys of other trainers, and the key that does the same here.
+"""The keys of other trainers and their counterparts here.
 
 The columns are verl, slime, TRL and OpenRLHF; the last also has names of NeMo-RL, prime-rl, AReaL
-and open-instruct. The README has the rows that are marked with `*`; the refusal of an unknown key
-uses all of them.
-A first column without a key says, in parentheses, why there is none.
+and open-instruct. The README shows the rows that are marked with `*`; errors about unknown keys use
+all rows. A first column without a key says, in parentheses, why there is none.
 """
 
 from __future__ import annotations
@@ -141,9 +140,9 @@ policy.optimizer.offload | actor.fsdp_config.param_offload actor.megatron.param_
 
 
 def keys_like(path: Sequence[str]) -> list[str]:
-    """Return what does here what `path` does in other trainers: keys, or a reason for none.
+    """Return the counterparts of another trainer's key: keys, or the reason for none.
 
-    A path matches a name of the table where one ends with the other, as `rollout.n` and
+    A path matches a name of the table if one ends with the other, as `rollout.n` and
     `actor_rollout_ref.rollout.n`; the longest match counts.
     """
     given = tuple(_plain(part) for part in path)
@@ -163,7 +162,7 @@ def keys_like(path: Sequence[str]) -> list[str]:
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
-    """Yield a row's key here, marked with `*` where the README has it, and each trainer's names."""
+    """Yield the key of each row (with `*` if the README shows it) and each trainer's names."""
     for line in TABLE.strip().splitlines():
         here, *names = [cell.strip() for cell in line.split("|")]
         yield here, names

@@ -1,4 +1,4 @@
-"""The keys of a configuration that hold paths, and whether each path leads to what it must."""
+"""The keys of a configuration that hold paths, and the checks of these paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlcore.errors import ConfigError
 
 @cache
 def path_keys() -> dict[KeyPath, LeadsTo]:
-    """Return every key that holds a path, or a list of them, and what must be there."""
+    """Return every key that holds a path, or a list of paths, and what the path must lead to."""
     return {
         (*path, name): leads_to
         for path, section in sections().items()
@@ -30,7 +30,7 @@ def path_keys() -> dict[KeyPath, LeadsTo]:
 
 
 def given_paths(config: Config) -> Iterator[tuple[str, LeadsTo, str]]:
-    """Yield (key, what must be there, path) for every path that the configuration gives."""
+    """Yield (key, what the path must lead to, path) for every path of a configuration."""
     for pattern, leads_to in path_keys().items():
         for key, value in _values(config, pattern):
             for path in [value] if isinstance(value, str) else value or ():
@@ -38,13 +38,13 @@ def given_paths(config: Config) -> Iterator[tuple[str, LeadsTo, str]]:
 
 
 def check_paths(config: Config, *, unread: tuple[str, ...] = ()) -> None:
-    """Refuse paths that do not lead to what their key needs; the rows of data are checked by it.
+    """Refuse paths that do not lead to what their key needs.
 
     Args:
         unread: sections that this run does not read.
 
     Raises:
-        ConfigError: one line for each such path, which begins with its key.
+        ConfigError: one line for each wrong path, starting with its key.
     """
     problems = [
         f"{key}: {problem}"
@@ -57,7 +57,7 @@ def check_paths(config: Config, *, unread: tuple[str, ...] = ()) -> None:
 
 
 def path_problem(given: str, leads_to: LeadsTo) -> str | None:
-    """Say why there is no such thing at a path; None if there is, or may be."""
+    """Explain why a path does not lead to `leads_to`; None if it does, or may."""
     path = Path(given)
     kind = leads_to.kind
     expected = f"expected {leads_to.expected}"
@@ -66,7 +66,7 @@ def path_problem(given: str, leads_to: LeadsTo) -> str | None:
     if kind == "program" and (found := shutil.which(given)):
         path = Path(found)
     if kind == "checkpoint":
-        # which steps a run has is `find_checkpoint`'s to say
+        # `find_checkpoint` checks the step.
         path, _ = split_reference(path)
     if not path.exists():
         return f"{path} does not exist; {expected}"
@@ -83,7 +83,7 @@ def path_problem(given: str, leads_to: LeadsTo) -> str | None:
 
 
 def split_reference(path: Path) -> tuple[Path, str]:
-    """Split RUN@STEP or RUN@best into the run's folder and the rest, "" if there is none."""
+    """Split RUN@STEP or RUN@best into the run's folder and the suffix, "" if there is none."""
     run, at, which = str(path).rpartition("@")
     is_reference = at and (which == "best" or which.isdecimal()) and not path.exists()
     return (Path(run), which) if is_reference else (path, "")
@@ -101,7 +101,7 @@ def _output_problem(path: Path, expected: str) -> str | None:
 
 
 def _marker(parts: list[Any]) -> LeadsTo | None:
-    """Find a marker among annotations, and inside of them."""
+    """Find a marker among annotations and inside them."""
     for part in parts:
         if isinstance(part, LeadsTo):
             return part
@@ -111,7 +111,7 @@ def _marker(parts: list[Any]) -> LeadsTo | None:
 
 
 def _values(section: Any, pattern: KeyPath, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (key, value) of the values that a configuration has at a pattern."""
+    """Yield (key, value) for the values of a configuration at a pattern."""
     if section is None or not pattern:
         yield key, section
         return

@@ -46,7 +46,7 @@ def keys(section: type[Section], path: tuple[str, ...]) -> list[Key]:
 
 
 def list_keys() -> Iterator[str]:
-    """Yield one line a key, for `rlcore config`."""
+    """Yield one line per key, for `rlcore config`."""
     found = [key for path in listed() for key in keys(sections()[path], path)]
     width = max(len(key.path) for key in found)
     for key in found:
@@ -82,7 +82,7 @@ def _value(key: Key) -> str:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """Read the docstring behind each field, inherited ones too."""
+    """Read the docstring after each field, including inherited fields."""
     found: dict[str, str] = {}
     for owner in reversed(section.__mro__):
         if not issubclass(owner, Section):

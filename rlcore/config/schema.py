@@ -11,11 +11,11 @@ from rlcore.config.sections.base import Plugin, Section
 from rlcore.config.sections.root import Config
 from rlcore.config.yaml_settings import KeyPath
 
-ANY = "NAME"  # stands for the free key of a map of sections, as in reward.parts.NAME.weight
+ANY = "NAME"  # placeholder for the free key of a map of sections: reward.parts.NAME.weight
 
 
 def field_section(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """Return the section that a field holds, or None, and whether it holds a map of them."""
+    """Return the section that a field holds, or None, and whether it holds a map of sections."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
     origin = typing.get_origin(annotation)
@@ -57,9 +57,9 @@ def known_keys() -> tuple[str, ...]:
 
 @cache
 def listed() -> dict[KeyPath, tuple[list[str], KeyPath | None]]:
-    """Return the keys to list under each section, and where the rest of its keys are listed.
+    """Return the keys to list under each section, and the path at which its other keys are listed.
 
-    A class of sections that stands at several paths, and a base that several share, is listed once.
+    A class with several paths, and a base that several classes share, is listed once.
     """
     found: dict[KeyPath, tuple[list[str], KeyPath | None]] = {}
     homes: dict[type[Section], KeyPath] = {}
@@ -85,7 +85,7 @@ def listed() -> dict[KeyPath, tuple[list[str], KeyPath | None]]:
 
 
 def section_at(path: KeyPath) -> type[Section] | None:
-    """Return the section at `path`, where the key of a map may stand for `NAME`."""
+    """Return the section at `path`, in which any key of a map matches `NAME`."""
     for pattern, section in sections().items():
         if len(pattern) == len(path) and all(p in (ANY, key) for p, key in zip(pattern, path)):
             return section
@@ -93,12 +93,12 @@ def section_at(path: KeyPath) -> type[Section] | None:
 
 
 def is_entry(path: KeyPath) -> bool:
-    """Return whether `path` is an entry of a map of sections, as reward.parts.NAME."""
+    """Whether `path` is an entry of a map of sections, as reward.parts.NAME."""
     return section_at(path) is not None and section_at(path[:-1]) is None
 
 
 def may_be_null(path: KeyPath) -> bool:
-    """Return whether null at `path` is a value: for optional sections, and values of free maps."""
+    """Whether null at `path` is a value: for optional sections, and values of free maps."""
     parent = section_at(path[:-1])
     if parent is None:
         return not is_entry(path)

@@ -1,13 +1,16 @@
 """Finds secrets among the values of a configuration, and masks them where it is written or shown.
 
-A value is a secret by the name of its key, if no section declares that key (rlcore's own keys hold
-no secrets): `WANDB_API_KEY`, `hf_token`, `password`. Every value of a map of environment variables
-is one. Of a URL the part before the host is masked, and parameters and parts of the path that are
-secret by name or look like a key; of the words of a list the value of an option, a variable or a
-header that is secret by name.
+These values count as secrets:
 
-`hide_secrets` has these values masked in all that the process writes about itself, too: an error of
-somebody else's code may quote any of them.
+- a value whose key no section declares and whose name is that of a secret: `WANDB_API_KEY`,
+  `hf_token`, `password` (rlcore's own keys hold no secrets);
+- every value of a map of environment variables;
+- in a URL, the user and password, and parameters and parts of the path that are secret by name or
+  look like a key;
+- in a list of words, the value of an option, a variable or a header that is secret by name.
+
+`hide_secrets` masks these values in all later output of the process too, since errors of other
+libraries may quote them.
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ from rlcore.terminal import MASK, hide, redacted
 
 _ENVIRONMENTS = frozenset({"environment", "env_vars"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# secret wherever they stand in a key
+# Words that mark a key as secret anywhere in its name.
 _SECRET = frozenset(
     {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential"}
     | {"credentials", "apikey", "authorization", "bearer"}
 )
-# secret as the last word: not in `moe_token_dispatcher_type`, `token_file`, `max_new_tokens`
+# Words that mark a key as secret only at its end, unlike in `moe_token_dispatcher_type`,
+# `token_file` or `max_new_tokens`.
 _SECRET_AT_THE_END = frozenset(
     {"key", "token", "auth", "cookie", "pat", "pass", "sig", "signature"}
 )
-# the word before names a column or a symbol: `answer_key`, `eos_token`
+# Words before the last one that name a column or a symbol: `answer_key`, `eos_token`.
 _ORDINARY = frozenset(
     {"answer", "input", "label", "messages", "output", "prompt", "question", "sort", "tools"}
     | {"bos", "cls", "eos", "image", "mask", "pad", "sep", "special", "stop", "unk"}
@@ -44,7 +48,7 @@ _USER_OF_A_URL = re.compile(r"(?<=://)[^/?#\s@'\"]*(?:@[^/?#\s@'\"]*)*(?=@)")
 _PARAMETER = re.compile(r"(?<=[?&])([\w.\-]+)=([^&#\s'\"]+)")
 _URL = re.compile(r"\w+://[^\s'\"<>]+")
 _PART_OF_A_PATH = re.compile(r"(?<=/)[^/?#]+")
-# a run of letters and digits that nobody chose as a name
+# A sequence of letters and digits that nobody chose as a name.
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{12,}|[A-Za-z]{24,}")
 # `--api-key`, `--token=X`, `API_KEY=X`, `X-Api-Key: X`
 _OPTION = re.compile(r"(?<!\S)(-{0,2})([A-Za-z][\w-]*)(?:(=|:\s*|\s+)(.+))?", re.DOTALL)
@@ -57,7 +61,7 @@ def masked(values: Mapping[str, Any], path: KeyPath = ()) -> dict[str, Any]:
 
 
 def hide_secrets(values: Mapping[str, Any]) -> None:
-    """Mask the secrets of a configuration, and of our environment, in what this process writes."""
+    """Mask the secrets of a configuration and of our environment in this process's output."""
     masker = _Masker()
     masker.map(values, ())
     named = {value for key, value in _leaves(values) if key.endswith("_env")}
@@ -65,13 +69,13 @@ def hide_secrets(values: Mapping[str, Any]) -> None:
         if name in named or _is_secret_name(name):
             masker.found.add(value)
         else:
-            # a proxy's password
+            # The URL of a proxy may have a password.
             masker.text(value)
     hide(masker.found)
 
 
 def mask_text(text: str) -> str:
-    """Return the text without hidden secrets, and with the secret parts of its URLs masked."""
+    """Mask hidden secrets and the secret parts of URLs in a text."""
     return _Masker().text(redacted(text))
 
 
@@ -84,12 +88,12 @@ def is_secret(path: KeyPath) -> bool:
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with the overrides that hold secrets masked as a whole."""
+    """Return a command line in which overrides with secrets are masked as a whole."""
     return [_masked_argument(argument) for argument in arguments]
 
 
 def masked_keys(value: Any, path: KeyPath = ()) -> Iterator[str]:
-    """Yield the dotted key of every value that `masked` has masked."""
+    """Yield the dotted key of every value that `masked` masked."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from masked_keys(inner, (*path, str(key)))
@@ -118,13 +122,14 @@ class _Masker:
         if not isinstance(value, str) or not value:
             return value
         if is_secret(path):
-            # a setting of an environment (`INFO`) is no secret elsewhere
+            # An environment variable may hold an ordinary word (`INFO`). Only values that look like
+            # a key are masked in other output too.
             is_key = _is_secret_name(path[-1]) or _RANDOM.search(value) is not None
             return self._hidden(value) if is_key else MASK
         return self.text(value)
 
     def text(self, text: str) -> str:
-        """Mask parts of URLs, and what stands behind `Bearer`."""
+        """Mask secret parts of URLs, and the credentials after `Bearer` and `Basic`."""
         text = _BEARER.sub(lambda found: self._hidden(found[0]), text)
         if "://" not in text:
             return text
@@ -134,7 +139,8 @@ class _Masker:
     def _words(self, values: Sequence[Any], path: KeyPath) -> list[Any]:
         """Mask the items of a list, which may be the words of a command."""
         masked_values: list[Any] = []
-        of_secret = False  # the word before is an option that is secret by name
+        # Whether the previous word is an option that is secret by name.
+        of_secret = False
         for value in values:
             if of_secret and isinstance(value, str) and value:
                 masked_values.append(self._hidden(value))
@@ -162,13 +168,13 @@ class _Masker:
 
         scheme, _, rest = url.partition("://")
         address, mark, parameters = rest.partition("?")
-        # elsewhere it is the name of a file
+        # For other schemes the address is the name of a file.
         shown = _PART_OF_A_PATH.sub(part, address) if scheme.startswith("http") else address
         return f"{scheme}://{shown}{_PARAMETER.sub(parameter, mark + parameters)}"
 
     def _hidden_user(self, user: str) -> str:
         name, _, password = user.partition(":")
-        # as the header of a request has it
+        # The header of a request has user and password in this form.
         self.found.add(b64encode(unquote(user).encode()).decode())
         return self._hidden(password or name)
 
@@ -196,7 +202,8 @@ def _masked_argument(argument: str) -> str:
         return argument
     try:
         tree = read_override(argument)
-    except ConfigError:  # no override; the command itself refuses it
+    except ConfigError:
+        # The argument is not an override; the command itself refuses it.
         return mask_text(argument)
     holds_secrets = any(
         _Masker().value(setting.value, path) != setting.value for path, setting in settings(tree)

@@ -58,7 +58,7 @@ Tree = dict[str, Union[Setting, "Tree"]]
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """Put `over` on top of `base`: maps merge, everything else replaces."""
+    """Put `over` on top of `base`: maps merge, other values replace earlier ones."""
     merged = dict(base)
     for key, new in over.items():
         old = merged.get(key)
@@ -83,7 +83,7 @@ def settings(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Setting]
 
 
 def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
-    """Return the node at `path`, or None. The index of a list item finds the list."""
+    """Return the node at `path`, or None. For the index of a list item, return the list."""
     node: Setting | Tree = tree
     for key in path:
         if isinstance(node, Setting):
@@ -95,7 +95,7 @@ def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
 
 
 def origin(tree: Tree, path: KeyPath) -> str:
-    """Return where `path` was written, for a map its first setting; else "default"."""
+    """Return the origin of `path` (of a map, that of its first setting), or "default"."""
     node = find(tree, path)
     if isinstance(node, dict):
         node = next((setting for _, setting in settings(node)), None)
@@ -106,9 +106,10 @@ def origin(tree: Tree, path: KeyPath) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with other rules for what a plain word is.
+    """PyYAML's safe loader with other rules for plain scalars.
 
-    Characters that it would not keep are parsed as others, which the text does not have.
+    Characters that PyYAML would not keep are replaced, while parsing, by others that the text does
+    not contain.
     """
 
     def __init__(self, text: str) -> None:
@@ -118,23 +119,23 @@ class ConfigLoader(yaml.SafeLoader):
         super().__init__(text.translate({ord(old): new for old, new in replaced.items()}))
 
     def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
-        """Put the characters back."""
+        """Restore the replaced characters."""
         node = super().compose_scalar_node(anchor)
         node.value = node.value.translate(self._kept)
         return node
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """The inverse of `ConfigLoader`: it quotes text that would be read as something else."""
+    """The inverse of `ConfigLoader`: it quotes text that would be read as another type."""
 
     def represent_float(self, data: float) -> yaml.ScalarNode:
-        """Write `1e-06`, for which PyYAML has 1.0e-06."""
+        """Write `1e-06`, where PyYAML would write 1.0e-06."""
         if math.isfinite(data):
             return self.represent_scalar(_TAG + "float", repr(data))
         return super().represent_float(data)
 
     def represent_text(self, data: str) -> yaml.ScalarNode:
-        """Escape line breaks of any kind, at which other styles fold."""
+        """Escape line breaks of any kind, which other styles would fold."""
         style = None if data.isprintable() else '"'
         return self.represent_scalar(_TAG + "str", data, style)
 
@@ -219,7 +220,7 @@ def _convert(loader: ConfigLoader, node: yaml.Node, where: Where) -> Setting | T
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
-    """Refuse repeated keys, keys that are no plain word, tags, and maps that contain themselves."""
+    """Refuse repeated keys, keys that are not plain words, tags, and recursive maps."""
     if id(node) in above:
         raise ConfigError(f"{where(node)}: this part contains itself")
     if isinstance(node, yaml.SequenceNode):
@@ -272,7 +273,7 @@ def _lines(
             continue
         line = f"{head} {_flow(value)}"
         comment = " ".join(str(origins.get(path + key, "")).split())
-        # A file's name may have control characters, or bytes that are no UTF-8.
+        # The name of a file may have control characters, or bytes that are not UTF-8.
         comment = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in comment)
         yield f"{line.ljust(_COMMENT_COLUMN)}  # {comment}" if comment else line
 
