@@ -18,17 +18,17 @@ from rlcore.config.messages import Problem
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.root import Config
 
-DECOUPLED = "decoupled_ppo"  # the loss that corrects for the engine itself
+DECOUPLED = "decoupled_ppo"  # the loss that itself corrects for the engine
 
-# keywords of estimators that other keys give -> what to do instead
+# Estimator keywords that other keys set -> what to do instead.
 _GIVEN = {
-    **{word: f"set {key} instead; estimators are given it" for word, key in COEFFICIENTS.items()},
-    PART_WEIGHTS: "set reward.parts.NAME.weight instead; the estimator is given them",
+    **{word: f"set {key} instead; estimators receive it" for word, key in COEFFICIENTS.items()},
+    PART_WEIGHTS: "set reward.parts.NAME.weight instead; the estimator receives them",
 }
-# coefficients of the reward -> their term, and what to do with an estimator that has none
+# Coefficients of the reward -> their term, and what to do if the estimator has no such term.
 _TERMS = {
     "kl_coef": ("KL", "set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"),
-    "distill_coef": ("distillation", "choose one with rewards a token, such as reinforce++ or ppo"),
+    "distill_coef": ("distillation", "choose one with token rewards, such as reinforce++ or ppo"),
 }
 
 
@@ -56,7 +56,7 @@ def reward_terms(config: Config) -> Iterator[Problem]:
 
 
 def coefficient_ignored(config: Config, keyword: str) -> Problem:
-    """Refuse a coefficient of the reward that the estimator has no keyword for."""
+    """Refuse a coefficient of the reward for which the estimator has no keyword."""
     got = f"got {coefficients(config)[keyword]:g}, but"
     name = config.algorithm.estimator.name
     term, instead = _TERMS[keyword]
@@ -65,14 +65,14 @@ def coefficient_ignored(config: Config, keyword: str) -> Problem:
 
 
 def apart(config: Config) -> Iterator[Problem]:
-    """An estimator that takes the parts of the reward apart ignores no key about their sum."""
+    """No key about the sum of the reward is given to an estimator that reads its parts."""
     declared = ESTIMATORS.get(config.algorithm.estimator.name)
     if declared is not None and "reward_parts" in declared.needs and not config.is_sft:
         yield from sum_ignored(config)
 
 
 def sum_ignored(config: Config) -> Iterator[Problem]:
-    """Refuse what changes the sum of the reward and none of its parts."""
+    """Refuse keys that change the sum of the reward but none of its parts."""
     reward = config.reward
     name = config.algorithm.estimator.name
     why = f"estimator {name!r} takes the parts of the reward and would ignore it: "
@@ -93,7 +93,7 @@ def loss_terms(config: Config) -> Found:
 
 
 def correction(config: Config) -> Found:
-    """A correction has two log-probs to compare."""
+    """A correction has two different log-probs to compare."""
     algorithm = config.algorithm
     name = algorithm.correction.name
     path = "algorithm.correction.name"

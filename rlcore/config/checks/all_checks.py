@@ -1,8 +1,8 @@
 """All checks in their order, made when a configuration is loaded.
 
-A section checks itself (`Section.errors`). What concerns several sections is a function here that
-yields key and message for every key that is wrong. `rlcore validate` prints the first paragraph of
-each docstring. A function `..._notes` yields what is legal but has no effect, or not the expected
+A section checks itself (`Section.errors`). A check across sections is a function here that yields
+key and message for every wrong key. `rlcore validate` prints the first paragraph of each docstring.
+A function `..._notes` yields warnings: keys that are legal but have no effect, or not the expected
 one. Pure: no torch, no files, no network.
 """
 
@@ -41,19 +41,19 @@ NOTES: tuple[Check, ...] = (
 
 
 def check(config: Config) -> list[Problem]:
-    """Return everything that is wrong with `config`: in its sections, and across them."""
+    """Return all errors of `config`, inside sections and across them."""
     across = (Problem(*found) for one in CHECKS for found in one(config))
     return [*_within(config, lambda section: section.errors()), *across]
 
 
 def notes_on(config: Config) -> list[Problem]:
-    """Return what was given and has no effect, or not the expected one."""
+    """Return warnings about keys that have no effect, or not the expected one."""
     across = (Problem(*found) for one in NOTES for found in one(config))
     return [*_within(config, lambda section: section.warnings()), *across]
 
 
 def _within(section: Section, ask: Callable[[Section], Found], path: str = "") -> Iterator[Problem]:
-    """Ask a section, and those inside of it."""
+    """Check a section and the sections inside it."""
     for key, message in ask(section):
         yield Problem(path + key, message)
     for name, value in section:
@@ -64,7 +64,7 @@ def _within(section: Section, ask: Callable[[Section], Found], path: str = "") -
 
 
 def describe_checks() -> list[str]:
-    """Return one line a check."""
+    """Return one line per check."""
     own = [section.errors for section in dict.fromkeys(sections().values())]
     within = [one for one in own if one is not Section.errors]
     paragraphs = [(one.__doc__ or "").partition("\n\n")[0] for one in (*within, *CHECKS)]

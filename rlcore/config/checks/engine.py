@@ -1,4 +1,4 @@
-"""Checks of `rollout.engine`: its kind, its servers, its GPUs. Pure, as all checks."""
+"""Checks of `rollout.engine`: its kind, its servers, its GPUs. Pure, like all checks."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from rlcore.deadlines import ENGINE_ENDING_S
 ENGINE = "rollout.engine"
 COLOCATED = "rollout.engine.colocated"
 SERVER = "rollout.engine.server"
-# set by the user who starts the engines
+# Keys of engines that the run starts; external engines are configured where they are started.
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "environment")
 ANY_ADDRESS = ("", "0.0.0.0", "::")
-# what an offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a
-# process
+# An offloaded trainer still holds its CUDA context and NCCL's buffers, a GiB or two per process.
 MAX_GPU_SHARE = 0.85
-# of one response on a full engine, with its time in the queue: a limit that asks for more aborts it
+# The speed of one response on a full engine, time in the queue included. A time limit that requires
+# more aborts responses.
 MAX_TOKENS_PER_S = 20
 
-# arguments that quantise weights -> the values that do not
+# Arguments that quantise weights -> the values that do not.
 QUANTISING: dict[str, tuple[Any, ...]] = {
     "quantization": (None, "none", "unquant"),
     "torchao_config": (None, ""),
     "modelopt_quant": (None,),
     "quantize_and_serve": (None, False),
 }
-FLASH_RL = "flash_rl"  # the load format of SGLang with which FP8 weights can be loaded again
-ATTENTION_PARTS = "attn_dp_size"  # into which SGLang divides the batch of a server's attention
+FLASH_RL = "flash_rl"  # SGLang's load format that can reload FP8 weights
+ATTENTION_PARTS = "attn_dp_size"  # parts into which SGLang divides the batch for attention
 _WEIGHTS = (
     "weights are published to the ranks of one server, all of which hold parts of every layer"
 )
-_REFUSED = {  # what to do instead -> arguments of sglang.launch_server
+# What to do instead -> arguments of sglang.launch_server.
+_REFUSED = {
     "set model.path": "model_path model",
     "set model.tokenizer": "tokenizer_path",
     "set rollout.engine.dtype": "dtype",
@@ -63,12 +64,12 @@ _REFUSED = {  # what to do instead -> arguments of sglang.launch_server
     "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of"
     " every layer, and no copies": "attn_cp_size attention_context_parallel_size dcp_size"
     " decode_context_parallel_size moe_dp_size moe_data_parallel_size dwdp_size",
-    "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak":
+    "rlcore calls engines over HTTP, which a server of SMG's gRPC does not speak":
     "grpc_mode smg_grpc_mode",
     "call `rlcore engine` with --nodes on each machine of an engine, and give its URL in"
     " rollout.engine.urls": "nnodes node_rank dist_init_addr nccl_init_addr",
-    "sglang asks for its keys only where it has one tokenizer": "tokenizer_worker_num",
-    "set cluster.tls, which the engines' clients know too": "ssl_keyfile ssl_certfile ssl_ca_certs",
+    "sglang checks its keys only if it has a single tokenizer": "tokenizer_worker_num",
+    "set cluster.tls, which the engines' clients use too": "ssl_keyfile ssl_certfile ssl_ca_certs",
     "a key with a passphrase is not supported": "ssl_keyfile_password",
     "it counts the publications of the run": "weight_version",
 }  # fmt: skip
@@ -77,13 +78,13 @@ OURS = {name: instead for instead, names in _REFUSED.items() for name in names.s
 
 def engine_kind(config: Config) -> Iterator[Problem]:
     """Every key of the engine is one that its kind reads."""
-    # rlcore/launch/input_checks.py imports an engine of another package, and asks the same of it
+    # rlcore/launch/input_checks.py imports an engine of another package and checks it likewise.
     if (kind := KINDS.get(config.rollout.engine.kind)) is not None:
         yield from fits_kind(config, kind)
 
 
 def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
-    """Find what the configuration gives to, or asks of, an engine that is not of a kind for it."""
+    """Yield keys and requirements that do not fit the kind of the engine."""
     engine = config.rollout.engine
     foreign = is_import_path(engine.kind)
     for name, other in KINDS.items():
@@ -110,10 +111,10 @@ def engine_servers(config: Config) -> Found:
     with_tls = config.cluster.tls is not None
     if engine.is_external:
         why = (
-            "engines given by rollout.engine.urls are started by somebody else: leave it out, or to"
-            " `rlcore engine`"
+            "engines given by rollout.engine.urls are started elsewhere: leave it out here, and"
+            " give it to `rlcore engine` if that starts them"
         )
-        # options of another package's engine are not those of a server
+        # For an engine of another package `server` holds the options of its class.
         options = ("server",) if is_import_path(engine.kind) else ()
         yield from _given(engine, [key for key in MANAGED_ONLY if key not in options], why)
         for url in engine.urls:
@@ -128,7 +129,7 @@ def engine_servers(config: Config) -> Found:
     if not engine.urls or engine.urls_file is not None:
         yield (
             f"{ENGINE}.router_url",
-            "a router hands requests to engines that it knows by URL: name the same in"
+            "a router sends requests to engines that it knows by URL: give the same URLs in"
             " rollout.engine.urls (weights and control go to them directly), or leave it out",
         )
     if problem := url_problem(engine.router_url, with_tls=with_tls):
@@ -144,7 +145,7 @@ def engine_servers(config: Config) -> Found:
 
 
 def engine_tls(config: Config) -> Found:
-    """With TLS engines have https URLs, and those that the run starts have a certificate."""
+    """With TLS, engines have https URLs, and engines that the run starts have a certificate."""
     tls = config.cluster.tls
     engine = config.rollout.engine
     if tls is None:
@@ -163,7 +164,7 @@ def engine_tls(config: Config) -> Found:
 
 def managed_servers(config: Config) -> Iterator[Problem]:
     """Servers that the run starts have an address and a device of this machine, and no argument
-    that is rlcore's to set.
+    that rlcore sets itself.
     """
     engine = config.rollout.engine
     if engine.kind == "sglang" and not engine.is_external:
@@ -171,7 +172,7 @@ def managed_servers(config: Config) -> Iterator[Problem]:
 
 
 def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
-    """Yield arguments, hosts and devices that no server can be started with."""
+    """Yield arguments, hosts and devices with which no server can start."""
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"{SERVER}.{name}", f"not to be given here: {instead}")
@@ -180,17 +181,17 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     ranks = engine.tensor_parallel
     if parts is not None and (not isinstance(parts, int) or parts < 1 or ranks % parts):
         message = f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel ({ranks}), whose"
-        yield Problem(f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are dealt to the parts")
+        yield Problem(f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are divided among the parts")
     if engine.host in ANY_ADDRESS:
-        message = f"{engine.host!r} is every address of this machine; give one that others can"
-        yield Problem(f"{ENGINE}.host", f"{message} reach it at")
+        message = f"{engine.host!r} is every address of this machine; give one at which others can"
+        yield Problem(f"{ENGINE}.host", f"{message} reach it")
     if engine.device not in (None, "cuda", "cpu"):
         message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses"
         yield Problem(f"{ENGINE}.device", f"{message} among GPUs")
 
 
 def _quantised(engine: EngineConfig) -> Iterator[Problem]:
-    """Yield arguments with which an engine could not take the weights that are published."""
+    """Yield arguments with which an engine could not load the published weights."""
     for name, value in engine.server.items():
         argument = argument_name(name)
         if argument not in QUANTISING or value in QUANTISING[argument]:
@@ -213,7 +214,7 @@ def _quantised(engine: EngineConfig) -> Iterator[Problem]:
 
 
 def engine_transport(config: Config) -> Found:
-    """A folder for weights goes with a transport that writes there, and is known to who else reads
+    """A folder for weights is given with a transport that writes there, and external engines share
     it.
     """
     engine = config.rollout.engine
@@ -253,14 +254,14 @@ def engine_gpus(config: Config) -> Found:
 
 
 def colocated(config: Config) -> Found:
-    """Trainer and engines that take turns have engines of their own, on one machine, and nothing to
-    do at once.
+    """Colocated engines belong to the run, are on one machine, and never generate while the trainer
+    trains.
     """
     engine = config.rollout.engine
     if not engine.colocated or not generates(config):
         return
     if engine.is_external:
-        message = "engines given by rollout.engine.urls are somebody else's to stop and start"
+        message = "engines given by rollout.engine.urls are stopped and started elsewhere"
         yield COLOCATED, f"{message}: turn it off"
     if (versions := config.rollout.max_staleness) > 0:
         yield (
@@ -303,14 +304,15 @@ def engine_notes(config: Config) -> Found:
             f"{ENGINE}.request_timeout_s",
             f"got {given:g}, in which a response of rollout.sampling.max_new_tokens ({longest})"
             f" must make {longest / given:.0f} tokens a second, the time in the engine's queue"
-            " included; slower ones are aborted and go on, which costs their prefix: leave it out",
+            " included; slower ones are aborted and continued, which computes their prefix again:"
+            " leave it out",
         )
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
         yield from kind_notes(config, kind)
 
 
 def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:
-    """Find what has another effect with this kind of engine than one may think."""
+    """Yield keys that have an unexpected effect with this kind of engine."""
     if config.run.deterministic and not kind.repeatable:
         message = f"covers the trainer alone: what {kind.title} samples differs from run to run"
         yield Problem("run.deterministic", message)
@@ -323,13 +325,13 @@ def colocated_notes(config: Config) -> Found:
     if engine.colocated and isinstance(share, int | float) and share > MAX_GPU_SHARE:
         yield (
             f"{SERVER}.mem_fraction_static",
-            f"{share:g} may be too much: a offloaded trainer keeps CUDA's context and NCCL's"
-            " buffers, a GiB or two a process",
+            f"{share:g} may be too much: an offloaded trainer keeps CUDA's context and NCCL's"
+            " buffers, a GiB or two per process",
         )
 
 
 def server_argument(engine: EngineConfig, name: str) -> Any:
-    """Return the user's value of an SGLang argument, however it is spelled; None if not given."""
+    """Return the user's value of an SGLang argument in any spelling; None if not given."""
     for given, value in engine.server.items():
         if argument_name(given) == name:
             return value
@@ -337,7 +339,7 @@ def server_argument(engine: EngineConfig, name: str) -> Any:
 
 
 def argument_name(given: str) -> str:
-    """Return SGLang's name of an argument, spelled `tp_size`, `tp-size` or `--tp-size`."""
+    """Return SGLang's name of an argument spelled `tp_size`, `tp-size` or `--tp-size`."""
     return given.lstrip("-").replace("-", "_")
 
 
@@ -353,11 +355,11 @@ def _show(value: object) -> str:
 
 
 def url_problem(url: str, *, with_tls: bool) -> str | None:
-    """Return what is wrong with the URL of a server, None if nothing is."""
+    """Return the error of a server's URL, or None."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    # a port beyond 65535, half an IPv6 address
+    # ValueError: a port beyond 65535, or half an IPv6 address.
     except ValueError:
         good = False
     if not good:

@@ -1,4 +1,4 @@
-"""Checks of rewards. Pure, as all checks."""
+"""Checks of rewards. Pure, like all checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
 def graders(config: Config) -> Iterator[Problem]:
-    """Rewards have parts; built-in graders are known and take the arguments they are given."""
+    """Rewards have parts; built-in graders exist and accept their arguments."""
     limit = config.rollout.sampling.max_new_tokens
     for path, reward in _rewards(config):
         if reward.parts or not config.is_sft or path != "reward":
@@ -30,7 +30,7 @@ def graders(config: Config) -> Iterator[Problem]:
 
 
 def keys_over_tls(config: Config) -> Found:
-    """With TLS no key of a service, judge or MCP server goes over plain HTTP."""
+    """With TLS, no key of a service, judge or MCP server goes over plain HTTP."""
     for path, url in _keys_in_clear(config) if config.cluster.tls is not None else ():
         yield (
             path,
@@ -40,14 +40,14 @@ def keys_over_tls(config: Config) -> Found:
 
 
 def key_notes(config: Config) -> Found:
-    """Name keys that go over plain HTTP to another machine."""
+    """Yield keys that go over plain HTTP to another machine."""
     for path, url in _keys_in_clear(config) if config.cluster.tls is None else ():
         message = f"the key of `api_key_env` goes to {mask_text(url)} in clear: use https://..."
         yield path, f"{message}, or a network of its own"
 
 
 def _rewards(config: Config) -> Iterator[tuple[str, RewardConfig]]:
-    """Yield the run's reward and those of evaluation sets, with their keys."""
+    """Yield the rewards of the run and of evaluation sets, with their keys."""
     yield "reward", config.reward
     for one in evaluation_sets(config):
         if one.reward is not None:
@@ -55,7 +55,7 @@ def _rewards(config: Config) -> Iterator[tuple[str, RewardConfig]]:
 
 
 def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the configuration key and the URL of servers elsewhere that get a key without TLS."""
+    """Yield configuration key and URL of each remote server that gets a key without TLS."""
     asked = [
         (f"{path}.parts.{name}.{kind}.url", url, server.api_key_env)
         for path, reward in _rewards(config)
@@ -64,7 +64,7 @@ def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
         if server is not None
         for url in server.url
     ]
-    # the workflow checks its own keywords, later
+    # The workflow checks its own keywords later.
     servers = config.rollout.workflow.options.get("mcp")
     for number, server in enumerate(servers if isinstance(servers, list) else ()):
         if isinstance(server, dict):
@@ -79,10 +79,10 @@ def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
 def reward_problems(
     reward: RewardConfig, max_new_tokens: int | None, path: str = "reward"
 ) -> Iterator[Problem]:
-    """Yield what is wrong with a reward.
+    """Yield the errors of a reward.
 
     Args:
-        max_new_tokens: of the responses to score.
+        max_new_tokens: the limit of the responses to score.
         path: the section's key.
     """
     if not reward.parts:
@@ -104,7 +104,7 @@ def reward_problems(
 def _arguments(
     function: str, args: dict[str, Any], max_new_tokens: int | None, path: str
 ) -> Iterator[Problem]:
-    """Yield arguments that a built-in grader does not take."""
+    """Yield arguments that a built-in grader does not accept."""
     known = GRADERS[function].model_fields
     try:
         given = GRADERS[function].model_validate(args)

@@ -1,4 +1,4 @@
-"""Checks of generation: staleness, sampling, and evaluation with the checkpoint it chooses."""
+"""Checks of generation: staleness, sampling, evaluation and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardPartConfig
 from rlcore.config.sections.root import Config
 
-_BOUND = re.compile("_(low|high)$")  # of an interval
+# Matches the metrics that are a bound of an interval.
+_BOUND = re.compile("_(low|high)$")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_+-]*")
 _MAX_STALENESS = "rollout.max_staleness"
 
 
 def staleness(config: Config) -> Found:
-    """Generation runs ahead of a trainer that trains."""
+    """Generation runs ahead only of a trainer that trains."""
     if (steps := config.rollout.max_staleness) > 0 and config.training.debug == "rollout_only":
         message = f"got {steps}, but training.debug: rollout_only trains nothing to run ahead of"
         yield _MAX_STALENESS, f"{message}: set it to 0"
 
 
 def staleness_notes(config: Config) -> Found:
-    """Yield staleness that nothing corrects for."""
+    """Yield staleness without a correction."""
     steps = config.rollout.max_staleness
     algorithm = config.algorithm
     compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
@@ -44,7 +45,7 @@ def staleness_notes(config: Config) -> Found:
 
 
 def filter_notes(config: Config) -> Found:
-    """Yield groups that are made without need, and epochs that have more passes than they say."""
+    """Yield groups that are generated needlessly, and epochs that take more passes than given."""
     rollout = config.rollout
     if not generates(config):
         return
@@ -52,18 +53,18 @@ def filter_notes(config: Config) -> Found:
         yield (
             "rollout.oversample",
             f"{rollout.oversample:g} without rollout.filters, so nothing is dropped: groups beyond"
-            " rollout.prompts_per_step are made in vain, and drawn again",
+            " rollout.prompts_per_step are generated needlessly, and drawn again",
         )
     if rollout.filters and config.training.epochs is not None:
         yield (
             "training.epochs",
             "counts steps as if rollout.filters dropped nothing: dropped groups are replaced, so"
-            " the run makes more passes over the prompts than that (`epoch` in the log has them)",
+            " the run makes more passes over the prompts (`epoch` in the log counts them)",
         )
 
 
 def curriculum(config: Config) -> Found:
-    """A curriculum chooses prompts by results, and is told which samples pass."""
+    """A curriculum has results to choose prompts by, and a rule for which samples pass."""
     given = config.data.curriculum
     if given is None:
         return
@@ -74,12 +75,12 @@ def curriculum(config: Config) -> Found:
     if not config.data.shuffle:
         yield "data.shuffle", "false keeps the rows in order, and data.curriculum chooses them"
     if given.passes_at is None and not any(map(_judges, config.reward.parts.values())):
-        message = "missing: no part of the reward says right or wrong, so set the reward from which"
+        message = "missing: no part of the reward says right or wrong, so set the reward at which"
         yield "data.curriculum.passes_at", f"{message} a sample passes"
 
 
 def _judges(part: RewardPartConfig) -> bool:
-    """Whether a part of the reward may say right or wrong; user's functions and workflows may."""
+    """Whether a part of the reward may say right or wrong, as users' functions and workflows do."""
     if part.judge is not None:
         return part.judge.correct_from is not None
     grader = GRADERS.get(part.function or "")
@@ -87,7 +88,7 @@ def _judges(part: RewardPartConfig) -> bool:
 
 
 def sampling_masks(config: Config) -> Found:
-    """Keep-sets are recorded by the engine that draws the tokens."""
+    """Sampling masks are recorded only by engines that can report them."""
     if not config.policy.logprobs.keep_sets:
         return
     path = "policy.logprobs.keep_sets"
@@ -103,7 +104,7 @@ def sampling_masks(config: Config) -> Found:
 
 
 def sampling_notes(config: Config) -> Found:
-    """Yield samples that are alike, and sampling masks that are missing or change nothing."""
+    """Yield identical samples, and sampling masks that are missing or have no effect."""
     keeps = config.policy.logprobs.keep_sets
     if config.is_sft:
         return
@@ -148,7 +149,7 @@ def evaluation(config: Config) -> Found:
 
 
 def best_checkpoint(config: Config) -> Found:
-    """The best checkpoint is chosen by a metric that an evaluation in between gives."""
+    """The best checkpoint is chosen by a metric of an evaluation between steps."""
     if config.checkpoint.best is None:
         return
     path = "checkpoint.best.metric"
@@ -169,7 +170,7 @@ def best_checkpoint(config: Config) -> Found:
 
 
 def _at(one: EvaluationSet) -> list[str]:
-    """Return the metrics with an @ that a set may give."""
+    """Return the names of a set's metrics with an @."""
     own = [f"avg@{one.samples_per_prompt}"] if one.k else []
     own += [f"pass@{k}" for k in one.k]
     own += [f"maj@{k}" for k in one.k if k > 1]
@@ -177,7 +178,7 @@ def _at(one: EvaluationSet) -> list[str]:
 
 
 def evaluation_notes(config: Config) -> Found:
-    """Yield evaluations that are not made, or whose samples are alike."""
+    """Yield evaluations that never run, or whose samples are identical."""
     sets = evaluation_sets(config)
     for one in sets:
         if one.samples_per_prompt > 1 and one.temperature == 0:

@@ -1,4 +1,4 @@
-"""Checks of the length of a run, its batches and data, its layout and launcher. Pure."""
+"""Checks of a run's length, batches, data, layout and launcher. Pure, like all checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def length(config: Config) -> Found:
 
 
 def early_stopping(config: Config) -> Found:
-    """Early stopping has a KL to compare with its target."""
+    """Early stopping has a KL to compare with the target."""
     unmeasured = config.is_sft or config.training.debug == "rollout_only"
     if config.training.early_stopping and unmeasured:
         why = "supervised fine-tuning" if config.is_sft else "training.debug: rollout_only"
@@ -69,13 +69,13 @@ def batch(config: Config) -> Found:
 
 
 def one_sample(comparer: str) -> Problem:
-    """Refuse one sample a prompt where something compares the samples of a prompt."""
+    """Refuse one sample per prompt where `comparer` compares the samples of a prompt."""
     message = f"got 1, but {comparer} compares the samples of one prompt: use 2 or more"
     return Problem("rollout.samples_per_prompt", message)
 
 
 def data(config: Config) -> Found:
-    """There are labels where they are trained on, and a folder where one is pushed."""
+    """Supervised fine-tuning has labels, and a push to the hub has an exported folder."""
     if config.is_sft and config.data.label_key is None:
         yield "data.label_key", "missing: supervised fine-tuning trains on the labels"
     if config.tracking.hub.repo and not config.checkpoint.export_hf:
@@ -84,22 +84,22 @@ def data(config: Config) -> Found:
 
 
 def debugging(config: Config) -> Found:
-    """training.debug is for runs with rollouts."""
+    """Only runs with rollouts set training.debug."""
     debug = config.training.debug
     if debug is not None and config.is_sft:
         yield "training.debug", f"{debug} is for runs with rollouts, not for the sft loss"
 
 
 def training_notes(config: Config) -> Found:
-    """Yield limits that stop nothing, or too much."""
+    """Yield limits that have no effect, or stop too early."""
     training = config.training
     ahead = config.rollout.max_staleness if generates(config) else 0
     if training.early_stopping and ahead and config.algorithm.kl.reward_kind == "k1":
         yield (
             "training.early_stopping",
             f"with rollout.max_staleness {ahead} tokens come from older weights, and for these the"
-            " k1 estimate falls below 0 as the policy moves away, so the run may go on far beyond"
-            " target_kl: set algorithm.kl.reward_kind to k2, which is never negative",
+            " k1 estimate falls below 0 as the policy moves away, so the run may continue far"
+            " beyond target_kl: set algorithm.kl.reward_kind to k2, which is never negative",
         )
     path = "training.max_update_kl"
     if training.max_update_kl is None:
@@ -139,7 +139,7 @@ def layout(config: Config) -> Found:
     elif cluster.launcher != "torchrun" and processes < model:
         path = "policy.parallel." + next(axis for axis in _SIZES if getattr(parallel, axis) > 1)
         other = "cluster.launcher=torchrun" if cluster.launcher == "local" else "cluster.nodes"
-        # seen once the model is read, and so after this: better said now than as a second error
+        # This check runs before the model is read. The hint avoids a second error later.
         heads = "; the model's attention heads must divide by it" * path.endswith(".tensor")
         yield (
             path,
@@ -166,7 +166,7 @@ def fp8(config: Config) -> Found:
 
 
 def lengths(config: Config) -> Found:
-    """The longest sample fits into a micro-batch, with the pads that the layout needs."""
+    """The longest sample fits into a micro-batch, with the padding that the layout needs."""
     limit = config.policy.max_tokens_per_microbatch
     prompt = config.data.max_prompt_tokens
     response = 0 if config.is_sft else config.rollout.sampling.max_new_tokens
@@ -190,7 +190,7 @@ def routing(config: Config) -> Found:
 
 
 def ray_launcher(config: Config) -> Found:
-    """What Ray places is left to Ray."""
+    """No key decides what Ray decides: addresses, GPUs and their shares."""
     engine = config.rollout.engine
     if config.cluster.launcher != "ray":
         return
@@ -210,7 +210,7 @@ def ray_launcher(config: Config) -> Found:
 
 
 def _gpu_shares(config: Config) -> Found:
-    """Refuse shares that Ray does not give: it gives a share of one GPU, or whole GPUs."""
+    """Refuse shares that Ray does not support: it gives a share of one GPU, or whole GPUs."""
     ray = config.cluster.ray
     engine = config.rollout.engine
     if not (ray.rank_gpus < 1 or ray.rank_gpus.is_integer()):

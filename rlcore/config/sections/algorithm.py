@@ -25,14 +25,14 @@ _NO = {"false", "no", "off", "0"}
 
 
 class EstimatorConfig(Plugin):
-    """The advantage estimator: its `name`, and its own keywords beside it."""
+    """The advantage estimator: its `name` and its own keywords."""
 
     name: str = "grpo"
     """A name of `rlcore config --algorithms`, or `package.module:Name`."""
 
 
 class LossConfig(Plugin):
-    """The policy loss: its `name`, the weights of tokens, and its own keywords beside them."""
+    """The policy loss: its `name`, the weights of tokens, and its own keywords."""
 
     name: str = "ppo_clip"
     """A name of `rlcore config --algorithms`, or `package.module:Name`; `sft` is supervised
@@ -42,8 +42,8 @@ class LossConfig(Plugin):
     norm_length: PositiveInt | None = None
     """The constant length of `seq-mean-token-sum-norm`."""
     per_rollout: bool | None = None
-    """Count the samples of one rollout, or of one supervised row, as one sequence; default: unless
-    a workflow makes single turns."""
+    """Count the samples of one rollout, or of one supervised row, as one sequence; default: true,
+    except for the workflow `single_turn`."""
 
     def errors(self) -> Found:
         """The aggregation has the length that it divides by, and sequences to count."""
@@ -88,13 +88,13 @@ class DistillationConfig(Section):
 
 
 class CorrectionConfig(Plugin):
-    """Correction of the policy loss for engine and trainer that differ, and for old tokens."""
+    """Correction of the policy loss for differences between engine and trainer, and old tokens."""
 
     model_config = ConfigDict(extra="forbid")
     keywords: ClassVar[frozenset[str]] = frozenset({"level", "lower", "upper", "veto"})
 
     name: Literal["none", "tis", "mis", "icepop"] = "none"
-    """What is done with the ratio of the trainer's to the engine's probabilities."""
+    """How the ratio of the trainer's to the engine's probabilities is applied."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Take the ratio of each token, of the sequence, or its geometric mean."""
     lower: Probability | None = None
@@ -112,7 +112,7 @@ class CorrectionConfig(Plugin):
         return {name: getattr(self, name) for name in sorted(self.keywords)}
 
     def errors(self) -> Found:
-        """A correction is named where it has options."""
+        """A correction with options has a name."""
         for key, value in self.options.items() if self.name == "none" else ():
             if value != type(self).model_fields[key].default:
                 name = "algorithm.correction.name is none: name one (tis, mis, icepop) or remove it"
@@ -132,7 +132,7 @@ class AlgorithmConfig(Section):
     epochs: PositiveInt = 1
     """Passes over one batch."""
     minibatches: PositiveInt = 1
-    """Optimizer steps a pass."""
+    """Optimizer steps per pass."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Source of the old log-probs: a pass where needed, always a pass, or the engine."""
     normalize_advantages: Normalization | None = None
@@ -141,6 +141,6 @@ class AlgorithmConfig(Section):
     @field_validator("normalize_advantages", mode="before")
     @classmethod
     def _yes_is_batch(cls, value: Any) -> Any:
-        """Take `true` and `false`, as YAML users write them, for `batch` and `none`."""
+        """Accept YAML's `true` and `false` as `batch` and `none`."""
         word = str(value).lower()
         return "batch" if word in _YES else "none" if word in _NO else value

@@ -1,4 +1,4 @@
-"""The base of all sections: unknown keys are refused, values are checked on assignment too."""
+"""The base of all sections: it refuses unknown keys, and checks values on assignment too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class LeadsTo:
-    """What is at the path that a key holds, as `path_keys` checks it."""
+    """The kind of file or folder to which a key's path must lead; `path_keys` checks it."""
 
     kind: Literal["rows", "file", "folder", "checkpoint", "program", "output"]
     expected: str
@@ -36,7 +36,7 @@ OutputPath = Annotated[str, LeadsTo("output", "a folder, or a path where one can
 
 
 Found = Iterator[tuple[str, str]]
-"""Keys of a section, and what is wrong with each, or has no effect."""
+"""Keys of a section, each with an error or a warning."""
 
 
 class Section(BaseModel):
@@ -51,20 +51,20 @@ class Section(BaseModel):
         return iter(())
 
     def warnings(self) -> Found:
-        """Yield the keys that others of this section leave without effect."""
+        """Yield the keys that have no effect because of others of this section."""
         return iter(())
 
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_an_empty_map(cls, value: Any, info: ValidationInfo) -> Any:
-        """Maps of files merge, so `rollout.engine.server=null` is the way to empty one."""
+        """Read null as an empty map: maps of files merge, so only null can empty one."""
         is_map = typing.get_origin(cls.model_fields[str(info.field_name)].annotation) is dict
         return {} if value is None and is_map else value
 
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` where a number belongs; Python would take it for 1."""
+        """Refuse `true` where a number belongs; Python would read it as 1."""
         if isinstance(value, bool):
             annotation = cls.model_fields[str(info.field_name)].annotation
             if {annotation, *typing.get_args(annotation)} & {int, float}:
@@ -73,10 +73,10 @@ class Section(BaseModel):
 
 
 def inherit(section: Section, entries: Iterable[Section], shared: type[Section]) -> None:
-    """Give each entry of a map in `section` what the section says and the entry leaves out.
+    """Let each entry of a map in `section` inherit the section's values that it leaves out.
 
     Args:
-        shared: the base of both, whose fields an entry inherits.
+        shared: the base class of both, whose fields an entry inherits.
     """
     for entry in entries:
         for name in shared.model_fields.keys() - entry.model_fields_set:
@@ -84,22 +84,22 @@ def inherit(section: Section, entries: Iterable[Section], shared: type[Section])
 
 
 def as_list(value: object) -> object:
-    """Take a single text without its list; for keys that are lists of texts."""
+    """Accept a single text for a key that holds a list of texts."""
     return [value] if isinstance(value, str) else value
 
 
 def a_text_is_a_name(value: object) -> object:
-    """Take the name of a plugin without its section."""
+    """Accept the name of a plugin instead of its section."""
     return {"name": value} if isinstance(value, str) else value
 
 
 class Plugin(Section):
-    """A section that names a plugin; its other keys are keywords, checked at the build."""
+    """A section that names a plugin; its other keys are keywords, checked when it is built."""
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
     name: str
-    # declared keys that belong to the named plugin, not to the section
+    # Declared keys that belong to the named plugin, not to the section.
     keywords: ClassVar[frozenset[str]] = frozenset()
 
     @property

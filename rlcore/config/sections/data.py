@@ -16,7 +16,7 @@ from rlcore.config.sections.base import (
     inherit,
 )
 
-AUTO = "auto"  # of a key: the format says which column
+AUTO = "auto"  # value of a column's key: the format determines the column
 
 DataFormat = Literal["auto", "verl", "openai", "trl", "open-instruct", "slime", "plain"]
 
@@ -49,7 +49,7 @@ class RowsConfig(Section):
     prompt_template: str | None = None
     """Text around the last user message or the text prompt, which stands where it says {prompt}."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template is given besides, as `enable_thinking: false`."""
+    """Additional arguments of the chat template, as `enable_thinking: false`."""
     subset: str | None = None
     """Configuration of a Hugging Face dataset, as `main` of openai/gsm8k."""
     split: str = "train"
@@ -60,12 +60,12 @@ class RowsConfig(Section):
 
 
 class DataSourceConfig(RowsConfig):
-    """One of several sources of prompts. What it leaves out is as in `data`."""
+    """One of several sources of prompts. Keys that it leaves out are those of `data`."""
 
     paths: list[RowsPath]
     """As `data.paths`."""
     weight: PositiveFloat | None = None
-    """Share of the draws, beside the other sources' weights; default: each row once an epoch."""
+    """Share of the draws relative to other sources' weights; default: each row once per epoch."""
 
     _one_path = field_validator("paths", mode="before")(as_list)
 
@@ -76,9 +76,9 @@ class CurriculumConfig(Plugin):
     name: str = "pass_rate"
     """`pass_rate`, or `package.module:Name`."""
     memory: Probability = 0.5
-    """How much the earlier results of a prompt count beside those of its newest group."""
+    """Weight of a prompt's earlier results relative to those of its newest group."""
     passes_at: float | None = None
-    """Reward from which a sample passes; default: parts of the reward say right or wrong."""
+    """Reward at which a sample passes; default: parts of the reward say right or wrong."""
 
 
 class DataConfig(RowsConfig):
@@ -91,7 +91,7 @@ class DataConfig(RowsConfig):
     sources: dict[str, DataSourceConfig] = Field(default_factory=dict)
     """Several named sources instead of `paths`."""
     shuffle: bool = True
-    """Shuffle the rows anew in every epoch."""
+    """Shuffle the rows again in every epoch."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out; default: those that leave no room for the response."""
     curriculum: CurriculumConfig | None = None
@@ -118,7 +118,7 @@ class DataConfig(RowsConfig):
         return self
 
     def errors(self) -> Found:
-        """There are prompts, from one place; the chat template gets no key that is rlcore's."""
+        """Prompts have one origin; the chat template gets no key that rlcore sets."""
         if self.paths and self.sources:
             yield "sources", "got data.paths too: keep one of them"
         if not self.sources and not self.paths:
@@ -137,7 +137,7 @@ class DataConfig(RowsConfig):
             yield f"chat_template_kwargs.{name}", f"is no key of a template: {hint}"
 
     def of_source(self, name: str) -> DataConfig:
-        """Return the section with what source `name` says instead."""
+        """Return this section with the values of source `name`."""
         source = self.sources[name]
         own = {key: getattr(source, key) for key in ("paths", *RowsConfig.model_fields)}
         return self.model_copy(update={**own, "sources": {}}, deep=True)

@@ -17,7 +17,7 @@ from rlcore.config.sections.rollout import WorkflowConfig
 
 
 def _listed(value: object) -> object:
-    """Take a single path without its list, and null for none."""
+    """Accept a single path instead of a list, and null for none."""
     return [] if value is None else as_list(value)
 
 
@@ -46,7 +46,7 @@ class EvaluationSettings(Section):
 
 
 class EvaluationSetConfig(EvaluationSettings):
-    """A named set of held-out prompts. What it leaves out is as in `evaluation`."""
+    """A named set of held-out prompts. Keys that it leaves out are those of `evaluation`."""
 
     paths: list[RowsPath]
     """Files with the prompts; a single path may stand without the list."""
@@ -64,7 +64,7 @@ class EvaluationSetConfig(EvaluationSettings):
 
 
 class EvaluationConfig(EvaluationSettings):
-    """Held-out prompts, scored at the start, in between and at the end.
+    """Held-out prompts, scored at the start, between steps and at the end.
 
     The prompts of `paths` are one set without a name; `sets` are more. `evaluation=null` switches
     all of it off.

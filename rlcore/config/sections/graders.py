@@ -15,9 +15,9 @@ Place = Literal["last", "boxed", "hash", "tagged", "line"]
 class GraderArgs(Section):
     """The arguments of one grader; its class variables say what the grader is."""
 
-    # its verdict says right or wrong, so a failure counts as wrong
+    # The grader says right or wrong, so a failure counts as wrong.
     verifies: ClassVar[bool] = True
-    # what the label must be, for the check at load
+    # The kind of label that the check at load requires.
     label: ClassVar[LabelKind] = "text"
 
 
@@ -30,7 +30,7 @@ class MathArgs(GraderArgs):
     """Where the answer stands: the last one in the text, `\\boxed{}`, behind `####`, in
     `<answer></answer>`, or in the last line `Answer: ...`."""
     strict: bool = False
-    """Nothing but that place counts; else the last answer in the text does where it is empty."""
+    """Accept no answer outside that place; false: if it is empty, the text's last answer counts."""
     form: Literal["evaluated", "any"] = "evaluated"
     """A number must be written out (`evaluated`), or `59+63` counts for 122 too (`any`)."""
 
@@ -42,14 +42,14 @@ class MathArgs(GraderArgs):
 
 
 class TextArgs(GraderArgs):
-    """Where the answer stands, and what is not compared. Text without the place is no answer."""
+    """Where the answer stands, and which differences do not count."""
 
     answer: Literal["all", "boxed", "hash", "tagged", "line"] = "all"
     """The whole response (behind its `</think>`), or one of the places of `math`."""
 
 
 class ExactMatchArgs(TextArgs):
-    """`exact_match`: the answer is the label, white space around either aside."""
+    """`exact_match`: the answer is the label, except for white space around either."""
 
     ignore_case: bool = False
     """Lower-case both."""
@@ -58,7 +58,7 @@ class ExactMatchArgs(TextArgs):
     ignore_articles: bool = False
     """Drop the words a, an, the from both."""
     ignore_space: bool = False
-    """Take any white space for one space."""
+    """Read any white space as one space."""
 
 
 class F1Args(TextArgs):
@@ -71,7 +71,7 @@ class ChoiceArgs(GraderArgs):
     label: ClassVar[LabelKind] = "letter"
 
     choices: str = "ABCDEFGHIJ"
-    """The letters that there are."""
+    """The letters to choose from."""
 
     @field_validator("choices")
     @classmethod
@@ -82,7 +82,7 @@ class ChoiceArgs(GraderArgs):
 
 
 class FormatArgs(GraderArgs):
-    """`format`: 1 where the response matches a regular expression, else 0."""
+    """`format`: 1 where the response matches a regular expression, otherwise 0."""
 
     verifies: ClassVar[bool] = False
     label: ClassVar[LabelKind] = "none"
@@ -124,7 +124,7 @@ class CodeArgs(GraderArgs):
     memory_mb: PositiveInt = 512
     """Most memory of one test, MiB."""
     tests: PositiveInt | None = None
-    """Run only so many tests, the first ones; default: all."""
+    """Run only this many tests, from the first; default: all."""
 
 
 class ReasoningGymArgs(TextArgs):
@@ -133,7 +133,7 @@ class ReasoningGymArgs(TextArgs):
     label: ClassVar[LabelKind] = "entry"
 
 
-# every built-in grader by the name that `function` takes
+# Built-in graders by their names in `function`.
 GRADERS: dict[str, type[GraderArgs]] = {
     "exact_match": ExactMatchArgs,
     "math": MathArgs,

@@ -1,4 +1,4 @@
-"""The policy and how it is laid out over ranks and optimised. The critic shares these sections."""
+"""The policy, its layout over ranks and its optimizer. The critic shares these sections."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ class Fp8Config(Section):
     margin: NonNegativeInt = 0
     """Recipe `delayed`: margin of the scaling factors."""
     amax_history: PositiveInt = 1
-    """Recipe `delayed`: how many largest values are remembered."""
+    """Recipe `delayed`: length of the history of largest values."""
     amax_compute: Literal["most_recent", "max"] = "most_recent"
-    """Recipe `delayed`: which of the remembered values counts."""
+    """Recipe `delayed`: which value of the history is used."""
 
 
 class PolicyConfig(Section):
@@ -140,9 +140,9 @@ class PolicyConfig(Section):
     fp8: Fp8Config | None = None
     """FP8 matmuls; default: none."""
     share_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Compute what sequences of a micro-batch begin with alike once; `auto`: where it can be."""
+    """Compute common prefixes of a micro-batch's sequences once; `auto`: where supported."""
     routing_replay: Literal["none", "logprobs", "engine"] = "none"
-    """Whose choice of experts training repeats: the log-prob pass's or the engine's."""
+    """Source of the experts that training replays: the log-prob pass or the engine."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Any field of megatron.core's TransformerConfig."""
 
@@ -154,7 +154,7 @@ class PolicyConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen model that KL is measured against."""
+    """The frozen model against which KL is measured."""
 
     path: ModelPath | None = None
     """Hugging Face folder of the reference; default: the initial policy."""
@@ -163,7 +163,7 @@ class ReferenceConfig(Section):
 
 
 class TeacherConfig(Section):
-    """The frozen model that the policy learns from, token by token: `algorithm.distillation`."""
+    """The frozen model from which the policy learns, token by token: `algorithm.distillation`."""
 
     path: ModelPath | None = None
     """Hugging Face folder of the teacher, which has the policy's vocabulary."""
@@ -172,7 +172,7 @@ class TeacherConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model, laid out as the policy is. Used only when the estimator needs values."""
+    """The value model, with the policy's layout. Used only if the estimator needs values."""
 
     path: ModelPath | None = None
     """Hugging Face folder of the critic; default: the initial policy. A reward model has a head."""

@@ -24,8 +24,8 @@ class RewardModelConfig(Section):
     path: ModelPath
     """Hugging Face folder of the reward model."""
     batch_size: PositiveInt = 16
-    """Samples that the model scores at a time, as they come; with 1 no other changes a score's last
-    bits."""
+    """Samples that the model scores at a time, as they arrive; with 1 a score's last bits do not
+    depend on other samples."""
 
 
 class RewardPartConfig(Section):
@@ -43,7 +43,7 @@ class RewardPartConfig(Section):
     service: RewardServiceConfig | None = None
     """A reward service over HTTP instead of a function."""
     judge: JudgeConfig | None = None
-    """A model that judges, instead of a function."""
+    """A model as a judge, instead of a function."""
     source: Literal["workflow"] | None = None
     """`workflow`: the reward that the environment or agent gave, instead of a function."""
     weight: float = 1.0
@@ -58,7 +58,7 @@ class RewardPartConfig(Section):
                 " `service: {url: URL}`, `judge: {url: URL, model: NAME}` or `source: workflow`"
             )
         if self.function is None and self.args:
-            raise ValueError("`args` are those of a function, and this part has none")
+            raise ValueError("`args` are for a function, and this part has none")
         return self
 
 
@@ -87,11 +87,11 @@ class RewardConfig(Section):
     memory_gb: PositiveFloat = 8.0
     """Most memory that one of these processes may allocate, GiB."""
     environment: list[str] = Field(default_factory=list)
-    """Names of environment variables that reward functions get beside the usual, as
-    OPENAI_API_KEY; keys of the run are not passed on by themselves."""
+    """Names of more environment variables for reward functions, as OPENAI_API_KEY; keys of the run
+    are not passed on automatically."""
     audit_rows: NonNegativeInt = 8
-    """Rows on which `rlcore data`, and a run before its first step, try whether the reward pays for
-    answers that solve nothing; 0: none. Services and judges are not asked."""
+    """Rows on which `rlcore data`, and a run before its first step, check that the reward does not
+    pay for answers that solve nothing; 0: none. Services and judges are not called."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
 
     @field_validator("environment")
@@ -114,7 +114,5 @@ class RewardConfig(Section):
                 " source (verl's is data_source)"
             )
         if self.by is not None and not named:
-            raise ValueError(
-                f"by is {self.by!r}, but no part has `sources` for its values to be found in"
-            )
+            raise ValueError(f"by is {self.by!r}, but no part has `sources` that list its values")
         return self

@@ -1,4 +1,4 @@
-"""Parts of `reward.parts` that ask a server: a reward service, or a model that judges."""
+"""Parts of `reward.parts` that call a server: a reward service, or a judge model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Give your reasons, then the rating as [[number]]."""
 
 
 class ServerConfig(Section):
-    """How a server is asked."""
+    """How a server is called."""
 
     url: list[str]
     """Where to send requests, in turns if there are several; one may stand without the list."""
     timeout_s: PositiveFloat = 60.0
     """Longest time of one attempt."""
     retries: NonNegativeInt = 8
-    """Attempts after the first, where the server is down, slow, busy or in trouble. Their pauses
+    """Attempts after the first, if the server is down, slow, busy or failing. Their pauses
     double, from 0.5 s up to 30 s: 3 attempts last 4 to 5 s, 6 half a minute, 8 a minute and a half.
     """
     concurrency: PositiveInt = 32
@@ -76,9 +76,9 @@ class RewardServiceConfig(ServerConfig):
     """A service that scores samples: slime's, OpenRLHF's, or SGLang with a reward model."""
 
     format: Literal["slime", "openrlhf", "sglang"] = "slime"
-    """What is sent and answered: docs/rewards.md."""
+    """Format of requests and answers: docs/rewards.md."""
     batch_size: PositiveInt = 1
-    """Samples of one request; slime's format has one."""
+    """Samples per request; slime's format has one."""
     key: str | None = None
     """Key of the score in the answer; default: `rewards` in OpenRLHF's format, none in slime's."""
     tokenizer: TokenizerPath | None = None
@@ -102,7 +102,7 @@ class JudgeConfig(ServerConfig):
     model: str
     """Name of the model at the server."""
     template: str = TEMPLATE
-    """What the judge is asked, with `{prompt}`, `{response}`, `{label}`; default: to rate it."""
+    """The judge's prompt, with `{prompt}`, `{response}`, `{label}`; default: a request to rate."""
     pattern: str = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
     """Regular expression whose only group is the rating; its last match in the answer counts."""
     low: float = 0.0
@@ -110,7 +110,7 @@ class JudgeConfig(ServerConfig):
     high: float = 10.0
     """Rating that scores 1."""
     correct_from: float | None = None
-    """Rating from which a response is right; default: the judge says nothing of right and wrong."""
+    """Rating at which a response is right; default: the judge does not say right or wrong."""
     max_tokens: PositiveInt = 1024
     """Longest answer of the judge."""
     extra_body: dict[str, Any] = Field(default_factory=dict)

@@ -45,13 +45,13 @@ class SamplingConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most likely tokens whose probabilities reach this sum."""
     top_k: int = -1
-    """Sample from so many most likely tokens; -1: from all."""
+    """Sample from this many most likely tokens; -1: from all."""
     max_new_tokens: PositiveInt = 1024
     """Longest response."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a response."""
     stop_token_ids: list[int] = Field(default_factory=list)
-    """Tokens that end a response, beside the tokenizer's eos."""
+    """Tokens that end a response, in addition to the tokenizer's eos."""
 
 
 class RestartConfig(Section):
@@ -60,7 +60,7 @@ class RestartConfig(Section):
     limit: NonNegativeInt = 10
     """Restarts of one engine within `window_s`; at the next failure it is given up."""
     window_s: PositiveFloat = 86_400.0
-    """Restarts that are longer ago count no more: a fault a day ends no engine."""
+    """Earlier restarts do not count, so that a fault per day does not end an engine."""
     backoff_s: PositiveFloat = 1.0
     """Pause before the first restart."""
     max_backoff_s: PositiveFloat = 60.0
@@ -75,7 +75,7 @@ class EngineConfig(Section):
     count: PositiveInt = 1
     """Engines that the run starts."""
     device: str | None = None
-    """Device of the engines; default: cuda when there is one, else cpu."""
+    """Device of the engines; default: cuda where available, otherwise cpu."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Precision of the engines; default: `model.dtype`."""
     quantization: Literal["fp8"] | None = None
@@ -83,7 +83,7 @@ class EngineConfig(Section):
     threads: PositiveInt | None = None
     """Torch threads of an engine process; default: torch's choice."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of engine processes, beside those of the trainer that suit them."""
+    """More environment variables of engine processes, which inherit suitable ones."""
     max_batch: PositiveInt = 256
     """Embedded: sequences generated together."""
     bucket_bytes: PositiveInt = 256 << 20
@@ -94,22 +94,22 @@ class EngineConfig(Section):
     request_timeout_s: PositiveFloat | None = None
     """Longest time for one request, then aborted; default: 600 s and 1 s a token of a response."""
     progress_timeout_s: PositiveFloat = 300.0
-    """Longest time that an engine with requests may make no token; it is restarted then."""
+    """Longest time that an engine with requests may make no token before it is restarted."""
     update_timeout_s: PositiveFloat = 300.0
     """Longest time for one bucket of a weight update."""
 
-    # sglang: which servers, and their arguments
+    # SGLang: the servers and their arguments.
     python: ProgramPath | None = None
     """SGLang: interpreter of the engine's own environment; default: that of .venv-sglang."""
     urls: list[str] = Field(default_factory=list)
-    """SGLang: engines that somebody else runs, instead of engines that the run starts."""
+    """SGLang: URLs of external engines, instead of engines that the run starts."""
     urls_file: str | None = None
     """SGLang: a JSON file with a list of such URLs, or a folder of such files. It is read again
     before each publication: engines may come and go."""
     tensor_parallel: PositiveInt = 1
     """SGLang: tensor-parallel ranks of one engine."""
     gpus: list[NonNegativeInt] = Field(default_factory=list)
-    """SGLang: GPUs of this machine, dealt to engines in order; default: chosen by rlcore."""
+    """SGLang: GPUs of this machine, assigned to engines in order; default: chosen by rlcore."""
     host: str = "127.0.0.1"
     """SGLang: address that engines listen on, and are reached at."""
     server: dict[str, Any] = Field(default_factory=dict)
@@ -117,17 +117,17 @@ class EngineConfig(Section):
     router_url: str | None = None
     """SGLang: an sglang-router in front of the engines, for generation."""
     max_in_flight: PositiveInt = 256
-    """SGLang: requests that one engine is given at a time."""
+    """SGLang: requests that one engine has at a time."""
     retries: NonNegativeInt = 3
     """How often a request is sent again when its engine fails."""
 
-    # the engine's log-probs against the trainer's
+    # The comparison of the engine's log-probs with the trainer's.
     logprobs_every: NonNegativeInt = 20
     """Steps from one comparison with the trainer's log-probs to the next; 0: never."""
     max_logprob_diff: PositiveFloat | None = None
     """Largest mean difference in nats; default: 0.001 in fp32, 0.1 in bf16, 0.2 in FP8."""
 
-    # publication, health
+    # Publication and health.
     transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
     """How weights reach the engines."""
     senders: PositiveInt | None = None
@@ -148,12 +148,12 @@ class EngineConfig(Section):
 
     @property
     def is_external(self) -> bool:
-        """Whether somebody else runs the engines."""
+        """Whether the engines are external."""
         return bool(self.urls) or self.urls_file is not None
 
 
 class WorkflowConfig(Plugin):
-    """The workflow, from a prompt to samples: its `name`, and its own keywords beside it."""
+    """The workflow, from a prompt to samples: its `name` and its own keywords."""
 
     name: str = "single_turn"
     """`single_turn`, `env`, `agent`, `verifiers`, or `package.module:Name`."""
@@ -162,9 +162,9 @@ class WorkflowConfig(Plugin):
     max_tokens: PositiveInt | None = None
     """Tokens that the model may write in a rollout; `sampling.max_new_tokens` is of a turn."""
     timeout_s: PositiveFloat = 600.0
-    """Longest time of one try of a rollout, waits for the engine aside."""
+    """Longest time of one try of a rollout, excluding waits for the engine."""
     retries: NonNegativeInt = 1
-    """How often a rollout that failed is tried again, before its group is given up."""
+    """How often a failed rollout is retried before its group is given up."""
     history: Literal["keep", "branch"] | None = None
     """Where the chat template changes earlier turns: keep them as written, or begin a sample."""
 
@@ -183,7 +183,7 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     tool_parser: ToolParser = "auto"
-    """The format of tool calls, named as SGLang's; default: told by tokenizer or chat template."""
+    """The format of tool calls, by SGLang's names; default: from tokenizer or chat template."""
     max_staleness: NonNegativeInt = 0
     """Training steps that generation may be ahead; 0: trainer and engines alternate."""
     on_update: Literal["drain", "retract", "in_place", "abort"] = "drain"
@@ -192,7 +192,7 @@ class RolloutConfig(Section):
     """`zero_variance`, `mixed_verdicts` (some right, some wrong) or `package.module:function`: only
     groups that pass are trained on."""
     oversample: float = Field(default=1.0, ge=1.0)
-    """Groups that are started for each that is needed, as filters drop some."""
+    """Groups that are started per group that is needed, as filters drop some."""
     max_failed: Probability = 0.1
     """Largest share of a step's draws whose groups may fail; one always may, unless it is 0."""
     timeout_s: PositiveFloat = 1800.0

@@ -15,7 +15,7 @@ class SandboxConfig(Section):
     """Where code that a model wrote runs, for the reward `code`."""
 
     kind: SandboxKind = "namespaces"
-    """`namespaces`: Linux namespaces on this machine, by `bubblewrap` or else by `unshare`;
+    """`namespaces`: Linux namespaces on this machine, by `bubblewrap` or otherwise by `unshare`;
     `fusion`: a SandboxFusion server; `rlimits`: UNSAFE, limits alone, for machines without
     namespaces: the code can read your files and use the network."""
     url: str | None = None
@@ -41,5 +41,5 @@ class SandboxConfig(Section):
         if self.kind == "fusion" and not (self.url or "").startswith(("http://", "https://")):
             raise ValueError("`kind: fusion` needs url: http://HOST:8080, without /run_code")
         if self.kind != "fusion" and self.url is not None:
-            raise ValueError(f"url is that of a SandboxFusion server, and kind is {self.kind}")
+            raise ValueError(f"url is for a SandboxFusion server, and kind is {self.kind}")
         return self

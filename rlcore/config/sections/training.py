@@ -28,8 +28,8 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use torch's deterministic algorithms: bit-equal reruns on one layout."""
     threads: int | None = None
-    """Torch's intra-op threads a process; default: OMP_NUM_THREADS, else a share of the cores, or 1
-    where that is as fast, as measured at the start."""
+    """Torch's intra-op threads per process; default: OMP_NUM_THREADS, otherwise a share of the
+    cores, or 1 where that is as fast, as measured at the start."""
 
 
 class TrainingConfig(Section):
@@ -42,11 +42,11 @@ class TrainingConfig(Section):
     epochs: PositiveFloat | None = None
     """Length of the run in passes over the prompts, if no filter drops any."""
     batch_size: PositiveInt = 256
-    """Supervised fine-tuning: sequences a step."""
+    """Supervised fine-tuning: sequences per step."""
     early_stopping: bool = False
     """End the run after a step whose KL exceeds `target_kl`."""
     target_kl: NonNegativeFloat | None = None
-    """Largest `objective/kl` (nats a sequence) under early stopping."""
+    """Largest `objective/kl` (nats per sequence) under early stopping."""
     max_update_kl: PositiveFloat | None = None
     """End the optimizer steps of a step when `policy/approxkl_avg` exceeds this."""
     debug: Literal["rollout_only", "train_only"] | None = None
@@ -73,7 +73,7 @@ class TrainingConfig(Section):
                 yield key, "a saved step is trained on only with training.debug: train_only"
 
     def warnings(self) -> Found:
-        """Yield a target that stops nothing."""
+        """Yield a target that has no effect."""
         if self.target_kl and not self.early_stopping:
             yield "target_kl", f"{self.target_kl:g} is ignored: training.early_stopping is off"
 
@@ -95,7 +95,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
     async_save: bool = False
-    """Write from a copy in host memory while training goes on."""
+    """Write from a copy in host memory while training continues."""
     export_hf: bool = True
     """Write a Hugging Face folder at the end."""
     best: BestConfig | None = None
@@ -126,7 +126,7 @@ class WandbConfig(Section):
 
 
 class TrackingConfig(Section):
-    """What is logged, beside metrics.jsonl, which is always written."""
+    """What is logged in addition to metrics.jsonl, which is always written."""
 
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     tensorboard: bool = False
@@ -139,7 +139,7 @@ class TrackingConfig(Section):
     save_rollouts: bool = True
     """Write the samples of each step to rollouts/."""
     keep_rollouts: PositiveInt | None = None
-    """Newest steps whose samples are kept, and those a kept checkpoint goes on with; null: all."""
+    """Newest steps whose samples are kept, and those that a kept checkpoint needs; null: all."""
     timeline_mb: NonNegativeInt = 64
     """Most megabytes of each process's timeline, the newest steps; 0: none is recorded."""
     peak_tflops: PositiveFloat | None = None
@@ -150,7 +150,7 @@ class RayConfig(Section):
     """What the ray launcher asks of a cluster; Ray counts CPUs and GPUs, it enforces neither."""
 
     address: str | None = None
-    """HOST:PORT, `auto` (Ray's choice) or `local`; default: your own cluster here, else local."""
+    """HOST:PORT, `auto` (Ray's choice) or `local`; default: your own cluster here, or `local`."""
     rank_cpus: NonNegativeFloat = 1.0
     """CPUs of a trainer process; rank 0 shares them with the rollout service."""
     rank_gpus: NonNegativeFloat = 1.0
@@ -171,9 +171,9 @@ class TLSConfig(Section):
     ca_file: CertificatePath
     """Certificates of the authorities; clients accept servers of these alone."""
     certificate_file: CertificatePath | None = None
-    """What servers that we start show: their certificate, and the chain to an authority."""
+    """Certificate of the servers that the run starts, with the chain to an authority."""
     key_file: CertificatePath | None = None
-    """Its private key, without a passphrase, which only its owner may read."""
+    """Private key of the certificate, without a passphrase, readable by its owner alone."""
 
 
 class ClusterConfig(Section):
@@ -184,11 +184,11 @@ class ClusterConfig(Section):
     nodes: PositiveInt = 1
     """Machines of the trainer."""
     processes_per_node: PositiveInt = 1
-    """Trainer processes on each machine, one a GPU."""
+    """Trainer processes on each machine, one per GPU."""
     collective_timeout_s: PositiveFloat = 600.0
     """A collective that takes longer ends the run."""
     heartbeat_timeout_s: PositiveFloat = 120.0
-    """A process that is silent for longer is taken for hung, and named."""
+    """A process that is silent for longer counts as hung, and is named."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest start of all processes."""
     max_restarts: NonNegativeInt = 3
