@@ -1,4 +1,4 @@
-"""Metrics of conversations, from what each rollout measured. See `METRICS`."""
+"""Metrics of conversations, from the measurements of each rollout. See `METRICS`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from rlcore.algorithms.moments import MetricSpec
 
 PREFIX = "conversation/"
-UNTRAINED = "untrained_"  # of measurements: tokens that are not trained, by the reason behind it
+UNTRAINED = "untrained_"  # prefix of the counts of untrained tokens; their reason follows it
 
 CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
     ("turns", "turns of the model", "rollouts", "turns"),
-    ("branches", "branches beside the first", "rollouts", "branches"),
+    ("branches", "branches besides the first", "rollouts", "branches"),
     ("tool_calls", "calls of tools", "rollouts", "calls"),
     ("tool_errors", "calls that were answered with an error", "rollouts", "calls"),
     ("generated_tokens", "tokens that the model wrote", "rollouts", "tokens"),
@@ -33,10 +33,10 @@ CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
 
 
 def conversation_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means over rollouts, by published names; nothing where none measured anything.
+    """Return means over rollouts, by published names; {} where no rollout has measurements.
 
     Args:
-        measured: of each rollout, by name.
+        measured: the measurements of each rollout, by name.
     """
     rows = [row for row in measured if row]
     found: dict[str, float] = {}

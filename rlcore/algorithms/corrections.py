@@ -33,7 +33,7 @@ class CorrectionSpec:
     """One way to bound the weight: formula, default bounds and source."""
 
     formula: str
-    lower: float | None  # None: 1 / upper
+    lower: float | None  # None means 1 / upper
     upper: float
     source: str
 
@@ -69,7 +69,7 @@ class CorrectionResult:
 
     weights: Tensor  # float [M], >= 0: multiplies the policy loss, and only that
     keep: Tensor  # bool [M]: where False every term of the token is lost (policy, KL, entropy)
-    metrics: Mapping[str, Tensor]  # [M] or [B], to be fed to `Moments` by these names
+    metrics: Mapping[str, Tensor]  # [M] or [B], for `Moments` under these names
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Correction:
 
     `mis` and `icepop` differ in what happens outside the bounds, as in their implementations.
     Masked importance sampling rejects: the token leaves the loss mask (verl's `rollout_rs`, slime's
-    `mask` mode); IcePop only zeroes the coefficient of the policy gradient, and KL and entropy go
-    on acting there (verl's `rollout_is_threshold: lower_upper`, slime's `icepop_function`). Bounds
+    `mask` mode); IcePop only zeroes the coefficient of the policy gradient, and KL and entropy
+    still act there (verl's `rollout_is_threshold: lower_upper`, slime's `icepop_function`). Bounds
     are on w; those of verl's `rollout_rs` are on 1 / w.
 
     Args:
@@ -208,7 +208,7 @@ class Correction:
 
 
 def _check(old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -> None:
-    # elsewhere the host would wait for the device once a micro-batch
+    # On an accelerator the check would make the host wait for the device once per micro-batch.
     on_host = cu_seqlens.device.type == "cpu"
     check_cu_seqlens(cu_seqlens, contents=on_host)
     size = int(cu_seqlens[-1]) if on_host else old_logprobs.numel()

@@ -1,9 +1,9 @@
 """The guard between the framework and an algorithm, built in or a plugin.
 
-An algorithm works on copies of the fields it declared, and on nothing else, so no write of any kind
-(`x.mul_`, `x.data.mul_`, `x.numpy()[:] = `) can reach the batch: a logged KL is always the raw KL.
-Version counters, and for estimators a comparison of the bits as well, then turn such a write into
-an error that names the field.
+An algorithm works only on copies of the fields it declared, so no write of any kind (`x.mul_`,
+`x.data.mul_`, `x.numpy()[:] = `) can reach the batch: a logged KL is always the raw KL. Version
+counters, and for estimators a comparison of the bits as well, then turn such a write into an error
+that names the field.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ESTIMATOR_ALWAYS = ("cu_seqlens", "rewards", "group_ids")
-ESTIMATOR_WHERE_GIVEN = ("rollout_ids",)  # not declared either: each estimator must respect them
+# Undeclared fields that estimators get where the batch has them: each estimator must respect them.
+ESTIMATOR_WHERE_GIVEN = ("rollout_ids",)
 ESTIMATOR_OPTIONAL = tuple(
     f.name
     for f in fields(EstimatorInputs)
@@ -68,7 +69,7 @@ SOURCES: Mapping[str, str] = {
 class Guarded:
     """An algorithm under its name, with the fields of the batch that it takes."""
 
-    kind: str  # in messages
+    kind: str  # "estimator" or "policy loss", for messages
     always: tuple[str, ...]  # the fields that every batch has
 
     def __init__(self, name: str, needs: Collection[str], optional: Collection[str] = ()) -> None:
@@ -81,7 +82,7 @@ class Guarded:
         return f"{type(self).__name__}({self.name!r}, needs={sorted(self.needs)})"
 
     def check_available(self, available: Collection[str]) -> None:
-        """Raise `MissingInputError` unless every needed field is available; ask before rollouts."""
+        """Raise `MissingInputError` unless all needed fields exist; call before rollouts."""
         missing = sorted(self.needs - {*available, *self.always})
         if missing:
             needs = ", ".join(map(repr, sorted(self.needs)))
@@ -171,7 +172,8 @@ class GuardedEstimator(Guarded):
                 raise OutputError(
                     f"{at}: expected no gradient, got a tensor that requires one; detach it"
                 )
-            if math.isfinite(float(value.sum())):  # one pass; a sum that overflows is looked into
+            # One pass suffices for finite sums. Other sums are searched for the bad numbers.
+            if math.isfinite(float(value.sum())):
                 continue
             bad = (~torch.isfinite(value)).nonzero()
             if bad.numel():

@@ -42,7 +42,7 @@ def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3") -> Te
         k3: exp(-d) - 1 + d      unbiased, never negative
 
     J. Schulman, "Approximating KL divergence", 2020. The output itself is not clamped; `kl_clamped`
-    tells where the limit was met.
+    marks tokens at the limit.
     """
     if kind not in get_args(KLKind):
         raise ValueError(
@@ -53,7 +53,8 @@ def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3") -> Te
         return d
     if kind == "k2":
         return 0.5 * d.square()
-    return torch.expm1(-d) + d  # expm1: exp(-d) - 1 + d cancels to noise for small d
+    # expm1, since exp(-d) - 1 + d cancels to noise for small d.
+    return torch.expm1(-d) + d
 
 
 def loss_kl(

@@ -1,8 +1,7 @@
 """Every metric that a run writes, by name. `rlcore metrics` prints this.
 
-What follows from the tensors of a step is defined where it is computed, in `metrics` and
-`reductions`; what the loop, the optimizer and the rollouts count is defined here, since no
-algorithm knows of them.
+Metrics of a step's tensors are defined where they are computed, in `metrics` and `moments`; the
+counts of the loop, the optimizer and the rollouts are defined here, since no algorithm knows them.
 
 A "token" is a trainable token: prompts, tool output, observations and padding are in no metric. A
 "sequence" is one with at least one trainable token, unless a line says "all sequences". A metric
@@ -57,22 +56,22 @@ _ROWS = (
      "row before", "-", "tries"),
     ("rollout/failed_tries_<kind>", "of those: error (an exception), timeout, exit, result "
      "(nonsense was returned); absent where there were none", "-", "tries"),
-    ("rollout/failed_groups", "groups given up, in whose place others were drawn: a rollout failed "
-     "in its last try, or too few have a score", "-", "groups"),
+    ("rollout/failed_groups", "groups given up and replaced by others: a rollout failed in its "
+     "last try, or too few have a score", "-", "groups"),
     ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more "
      "than the step needed", "-", "prompts"),
     ("rollout/excluded_prompts", "rows of the data left out: longer than data.max_prompt_tokens, "
      "or than the model's context less the response", "-", "prompts"),
     ("rollout/engine_restarts", "engines started again after they failed, since the row before",
      "-", "engines"),
-    ("rollout/overdue_requests", "requests aborted at rollout.engine.request_timeout_s, which go "
-     "on from their tokens, since the row before", "-", "requests"),
+    ("rollout/overdue_requests", "requests aborted at rollout.engine.request_timeout_s, which "
+     "continue from their tokens, since the row before", "-", "requests"),
     ("rollout/retried_requests", "requests sent again because their engine failed, since the row "
      "before", "-", "requests"),
-    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on "
-     "by a token at least, since the row before; one that was cut twice counts twice", "-",
+    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and continued "
+     "by at least one token, since the row before; a response cut twice counts twice", "-",
      "responses"),
-    ("rollout/resumed_tokens", "tokens that these had when they went on", "-", "tokens"),
+    ("rollout/resumed_tokens", "tokens that these had when they continued", "-", "tokens"),
     ("rollout/engines_serving", "engines with the policy's weights when the samples were complete",
      "-", "engines"),
     ("rollout/buffered_groups", "groups that were finished and left for later steps at the "

@@ -1,7 +1,7 @@
 """Metrics of a step from the whole batch, computed once from ragged vectors. See `METRICS`.
 
-What a metric needs and the batch lacks makes the metric absent, never 0. The segments of a rollout
-count as one sequence.
+A metric is absent, never 0, if the batch lacks a field that the metric needs. The segments of a
+rollout count as one sequence.
 """
 
 from __future__ import annotations
@@ -234,13 +234,13 @@ def _gaming(
     responses: Sequence[str] | None,
     prompt_overlap: Tensor | None,
 ) -> dict[str, float]:
-    """Return what tells of a reward that is gamed, of sequences with a trainable token."""
+    """Return signs of a gamed reward, over sequences with a trainable token."""
     counted = sequences.sizes > 0
     if not bool(counted.any()):
         return {}
     metrics: dict[str, float] = {}
     rewards = sequences.shared(sequences.inputs.rewards, "rewards").double()
-    # a sum of float64 may round the mean of equal rewards above them
+    # A float64 sum may round the mean of equal rewards above them.
     rewarded = counted & (rewards >= rewards[counted].mean().clamp(max=rewards[counted].max()))
     if finish_reasons is not None:
         ends = torch.tensor([reason in _LIMITS for reason in sequences.last(finish_reasons)])
@@ -299,11 +299,11 @@ def staleness_metrics(
     *,
     lengths: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return how old the tokens of a batch are; {} without tokens.
+    """Return the staleness of a batch's tokens; {} without tokens.
 
     Args:
-        versions: int64 `[M]`, that made each token; with `lengths` `[S]`, that made each span.
-        version: as in `rollout_metrics`, as is `max_staleness`.
+        versions: int64 `[M]`, the version that made each token; with `lengths` `[S]`, each span.
+        version, max_staleness: as in `rollout_metrics`.
         lengths: int64 `[S]`, tokens of each span, above 0.
     """
     if versions.numel() == 0:

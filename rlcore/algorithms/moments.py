@@ -1,8 +1,8 @@
-"""Streaming statistics of per-token and per-sequence vectors, and what is published of them.
+"""Streaming statistics of per-token and per-sequence vectors, and the metrics made from them.
 
-A micro-batch, a data-parallel rank and a whole step differ in nothing but how often `merge` was
-called, so no metric depends on the split and none is an average of averages: a statistic sees
-totals alone, which add up.
+A micro-batch, a data-parallel rank and a whole step differ only in the number of `merge` calls, so
+no metric depends on the split and none is an average of averages: a statistic reads only totals,
+which add up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Totals:
     optimizer_steps: int
 
 
-Statistic = Callable[[Totals], float | None]  # None: not defined for so few values
+# A statistic returns None where it is undefined, as the variance of a single value is.
+Statistic = Callable[[Totals], float | None]
 
 
 def mean(x: Totals) -> float:
@@ -69,13 +70,13 @@ def effective_share(x: Totals) -> float:
 
 
 def per_step(x: Totals) -> float:
-    """Sum / optimizer steps: what was fed are the weighted terms of a loss, which add up to it."""
+    """Sum / optimizer steps, for the weighted terms of a loss, which add up to the loss."""
     return x.total / x.optimizer_steps
 
 
 _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
-    # vector, statistic, and the metric: name, definition, denominator, unit
-    # - what is minimised
+    # Each row: vector, statistic, and the metric's name, definition, denominator and unit.
+    # - the objective
     ("objective_loss", per_step, "objective/loss", "what the optimizer minimised: policy, KL and "
      "entropy terms", "optimizer steps", "1"),
     ("policy_loss", per_step, "loss/policy_avg", "sum of loss weight * policy loss over tokens, "
@@ -119,7 +120,7 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
     ("engine_ratio", effective_share, "rollout/ess",
      "effective sample size of w = trainer / engine probability: (sum w)^2 / (M * sum w^2)",
      "tokens", "share"),
-    # - what is done about that: `Correction`
+    # - the correction of that difference: `Correction`
     ("correction_weight", mean, "correction/weight_avg", "weight of the policy loss, 0 where it is "
      "masked", "tokens", "1"),
     ("correction_weight", effective_share, "correction/ess",
@@ -169,8 +170,9 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # [3]: count, sum, sum of squares
-        self._maxima: dict[str, Tensor] = {}  # []
+        # Vectors [3] of count, sum and sum of squares, and scalars.
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
 
     @property
     def names(self) -> list[str]:
@@ -178,7 +180,7 @@ class Moments:
         return sorted(self._sums)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Take in a vector of any length, detached."""
+        """Add a vector of any length, detached."""
         wide = values.detach().double().reshape(-1)
         count = wide.new_tensor(float(wide.numel()))
         sums = torch.stack([count, wide.sum(), wide.square().sum()])
@@ -186,12 +188,12 @@ class Moments:
         self._take(name, sums, maximum)
 
     def update(self, vectors: Mapping[str, Tensor]) -> None:
-        """Take in several vectors by name."""
+        """Add several vectors by name."""
         for name, values in vectors.items():
             self.add(name, values)
 
     def add_objective(self, loss: PolicyLoss, weights: Tensor) -> None:
-        """Take in the metrics of what is minimised, and its weighted terms as `objective_loss`."""
+        """Add the metrics of the objective, and its weighted terms as `objective_loss`."""
         self.update(loss.metrics)
         self.add("objective_loss", weights * loss.per_token.detach())
 
@@ -204,7 +206,7 @@ class Moments:
             self.add("value_clipfrac", clipped)
 
     def merge(self, other: Moments) -> None:
-        """Take in all of another accumulator."""
+        """Add everything of another accumulator."""
         for name in other.names:
             self._take(name, other._sums[name], other._maxima[name])
 
@@ -230,10 +232,10 @@ class Moments:
         return moments
 
     def reduce(self, *, optimizer_steps: int = 1) -> dict[str, float]:
-        """Return the metrics by their published names, without those that were fed no token.
+        """Return the metrics by their published names, except those of empty vectors.
 
-        `REDUCTIONS` says what is published of which name. One that is not there becomes its mean,
-        as `policy/<name>_avg`, or under its own name if that contains a slash.
+        `REDUCTIONS` lists the metrics of each name. Other names are published as a mean, as
+        `policy/<name>_avg`, or under their own name if that contains a slash.
         """
         if optimizer_steps < 1:
             raise ValueError(f"optimizer_steps: expected a number >= 1, got {optimizer_steps}")

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from rlcore.algorithms.errors import KeywordError, UnknownNameError, known_names
 from rlcore.import_paths import NoSuchName, import_object
 
-REQUIRED = inspect.Parameter.empty  # the default of a keyword that has none
+REQUIRED = inspect.Parameter.empty  # marks a keyword without a default
 
 
 def import_plugin(path: str, kind: str) -> Any:
@@ -24,7 +24,8 @@ def import_plugin(path: str, kind: str) -> Any:
         return import_object(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; what it imports is not
+            # The module exists; a module that it imports does not.
+            raise
         raise UnknownNameError(
             f"{kind} {path!r}: no module {error.name!r} (is it on PYTHONPATH?)"
         ) from error

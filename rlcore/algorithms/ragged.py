@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def without_gradient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate as `torch.no_grad()` does, but ask nothing of torch before the first call."""
+    """Decorate like `torch.no_grad()`, but without using torch before the first call."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -61,8 +61,9 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum `x` (`[M]`) over each sequence in float64: `[B]`; an empty sequence sums to 0."""
     lengths = segment_lengths(cu_seqlens)
     if lengths.numel() == 0 or x.numel() == 0:
-        return x.new_zeros(lengths.numel()) + x.sum()  # the sum keeps the result in the graph
-    # unsafe leaves out a check of lengths that would make the host wait for the device
+        # The sum keeps the result in the graph.
+        return x.new_zeros(lengths.numel()) + x.sum()
+    # `unsafe` skips a check of lengths that would make the host wait for the device.
     return torch.segment_reduce(
         x.double(), "sum", lengths=lengths, initial=0.0, unsafe=x.is_cuda
     ).to(x.dtype)
@@ -99,7 +100,8 @@ def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
 def group_index(group_ids: Tensor) -> tuple[Tensor, int]:
     """Number the groups of `group_ids` (any integers) from 0: int64 `[B]`, and their count."""
     unique, inverse = torch.unique_consecutive(group_ids, return_inverse=True)
-    if not bool((unique[1:] > unique[:-1]).all()):  # batches mostly come in order: no sort then
+    # Most batches are in order and need no sort.
+    if not bool((unique[1:] > unique[:-1]).all()):
         unique, inverse = torch.unique(group_ids, return_inverse=True)
     return inverse, unique.numel()
 

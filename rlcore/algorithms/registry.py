@@ -42,7 +42,7 @@ from rlcore.algorithms.plugins import (
 from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.algorithms.reward_shaping import shaping_needs
 
-# Names of other projects for what is several settings here.
+# Method names of other projects -> the settings that they stand for here.
 METHODS = {
     "dapo": "algorithm.loss.clip_high=0.28, algorithm.loss.aggregation=token-mean and"
     " rollout.filters=[mixed_verdicts]",
@@ -85,7 +85,7 @@ class Registry(Generic[AnyGuarded]):
         key: the configuration key that names one.
 
     Attributes:
-        others: registries in which a name that is unknown here is looked for.
+        others: registries in which names that are unknown here are looked up.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Registry(Generic[AnyGuarded]):
         if ":" in name:
             return self._of(import_plugin(name, self.kind), name)
         points = [point for point in self._points() if point.name == name]
-        objects = [point.load() for point in points]  # may register the name by its own decorator
+        # Loading may register the name through the module's own decorator.
+        objects = [point.load() for point in points]
         plugin = self._plugins.get(name)
         if plugin is None and objects:
             plugin = self._enter(name, objects[0], {})
@@ -253,8 +254,8 @@ def _check_builds(
     missing = [k for k, word in keywords.items() if word.default is REQUIRED and k not in given]
     if inspect.isroutine(factory) and missing:
         raise KeywordError(
-            f"{owner}: {_path(factory)} is a function that needs {', '.join(missing)}; what is"
-            " named here is called with its configuration keys alone, to build the algorithm: make"
+            f"{owner}: {_path(factory)} is a function that needs {', '.join(missing)}; expected a"
+            " class or function that builds the algorithm from its configuration keys alone: make"
             f" it a class with __call__(self, {', '.join(missing)})"
         )
 
@@ -272,7 +273,7 @@ def _attribute(name: str) -> Callable[[Any], Collection[str]]:
 def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
     """Whether two factories are one definition, loaded twice or imported under two names.
 
-    What a function defines may differ from call to call, so there the object counts.
+    A definition inside a function may differ from call to call, so there identity counts.
     """
     if one is other:
         return True

@@ -1,6 +1,6 @@
 """Per-token rewards: process rewards, KL penalty, distillation; the outcome on the last token.
 
-All sums are float64: an outcome of 1e4 beside a KL of 1e-3 would lose the KL in float32.
+All sums are float64: next to an outcome of 1e4, a KL of 1e-3 would be lost in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def token_terms(
     inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
 ) -> Tensor | None:
-    """Return what every token earns beside the outcome, new float64 `[M]`; None without terms.
+    """Return the reward of each token except the outcome, new float64 `[M]`; None without terms.
 
         token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
 
@@ -97,7 +97,7 @@ def require(value: Tensor | None, name: str) -> Tensor:
 class ShapedEstimator:
     """The base of estimators that reward single tokens: it checks and keeps their coefficients.
 
-    One below 0 would turn its term around.
+    A negative coefficient would reverse the effect of its term.
     """
 
     def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:

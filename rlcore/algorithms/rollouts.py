@@ -26,7 +26,7 @@ class Rollouts:
 
     index: Tensor  # int64 [S], the rollout of each sequence
     first: Tensor  # int64 [R], the first sequence of each rollout
-    last: Tensor  # int64 [R], the last one
+    last: Tensor  # int64 [R], the last sequence of each rollout
 
     @classmethod
     def of(cls, rollout_ids: Tensor | None) -> Rollouts | None:
@@ -75,8 +75,8 @@ class Rollouts:
         """Sum a vector `[S]` over the segments of the same rollout that were made later: `[S]`."""
         order = torch.argsort(self.index, stable=True)
         sizes = torch.bincount(self.index, minlength=self.count)
-        borders = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         along = per_sequence[order]
         sums = torch.empty_like(along)
-        sums[order] = discounted_suffix_sum(along, borders, 1.0) - along
+        sums[order] = discounted_suffix_sum(along, offsets, 1.0) - along
         return sums

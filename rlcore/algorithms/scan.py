@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_ROW = 32  # tokens; longer rows save little, and cost more where sequences end
+_ROW = 32  # tokens per row; longer rows save little, and cost more where sequences end
 
 
 def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def _suffix_sum() -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
             decay = ctx.decay.flip(0) if isinstance(ctx.decay, torch.Tensor) else ctx.decay
-            borders = ctx.cu_seqlens[-1] - ctx.cu_seqlens.flip(0)
-            return SuffixSum.apply(grad.flip(0), borders, decay).flip(0), None, None
+            offsets = ctx.cu_seqlens[-1] - ctx.cu_seqlens.flip(0)
+            return SuffixSum.apply(grad.flip(0), offsets, decay).flip(0), None, None
 
     return SuffixSum
 
@@ -115,12 +115,12 @@ def _scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
     return _scan_by_rows(y, cu_seqlens.unique_consecutive(), decay, longest)
 
 
-def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: int) -> Tensor:
-    """Scan sequences none of which is empty, in rows; ending pieces alone fill the last row."""
+def _scan_by_rows(y: Tensor, offsets: Tensor, decay: float | Tensor, longest: int) -> Tensor:
+    """Scan non-empty sequences in rows; the last row has only pieces that end sequences."""
     num_rows = y.numel() // _ROW
     rows = y[: num_rows * _ROW].view(num_rows, _ROW)
-    ends = borders[1:]
-    piece_lengths = torch.minimum(borders.diff(), (ends - 1) % _ROW + 1)
+    ends = offsets[1:]
+    piece_lengths = torch.minimum(offsets.diff(), (ends - 1) % _ROW + 1)
     # [sequences, 32]: the piece with which each sequence ends, aligned to the right; to the left of
     # it its first token
     column = torch.maximum(torch.arange(_ROW, device=y.device), (_ROW - piece_lengths)[:, None])
@@ -129,21 +129,23 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
 
     sequence_powers = _powers(decay, y.device)
     row_powers = sequence_powers
-    if isinstance(decay, torch.Tensor):  # a row decays as the sequence does that goes on behind it
-        row_powers = sequence_powers.repeat_interleave((borders // _ROW).diff(), dim=0)
+    if isinstance(decay, torch.Tensor):
+        # A row has the decay of the sequence that continues after it.
+        row_powers = sequence_powers.repeat_interleave((offsets // _ROW).diff(), dim=0)
     _scan_inside(rows, row_powers)
     _scan_inside(ending, sequence_powers)
     ending = ending.gather(1, column)
     y[token] = ending
 
     firsts = _scan_by_doubling(
-        y[::_ROW].clone(), (borders + _ROW - 1) // _ROW, decay**_ROW, -(-longest // _ROW) + 1
+        y[::_ROW].clone(), (offsets + _ROW - 1) // _ROW, decay**_ROW, -(-longest // _ROW) + 1
     )
     carried = firsts[1:, None]
     rows[: len(carried)].addcmul_(
         carried, row_powers if isinstance(decay, float) else row_powers[: len(carried)]
     )
-    y[token] = ending  # nothing follows where a sequence ends
+    # Restore the ends of sequences, which must receive nothing from the next row.
+    y[token] = ending
     return y
 
 
@@ -158,7 +160,8 @@ def _scan_inside(rows: Tensor, powers: Tensor) -> None:
     """Suffix sums of each row `[n, 32]`, in place."""
     of_four = rows.view(rows.shape[0], -1, 4).unbind(2)
     decay = powers[:, -1:]
-    for t in (2, 1, 0):  # one by one: loops over 1 or 2 numbers are slow
+    # Token by token, since kernels over 1 or 2 numbers are slow.
+    for t in (2, 1, 0):
         of_four[t].addcmul_(of_four[t + 1], decay)
     for width in (4, 8, 16):
         left, right = rows.view(rows.shape[0], -1, 2, width).unbind(2)

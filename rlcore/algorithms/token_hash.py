@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-MAX_RESPONSE = 512  # last tokens of a sequence in which repetitions of its prompt are looked for
+MAX_RESPONSE = 512  # last tokens of a sequence that are searched for repetitions of its prompt
 
 
 def token_uniform(

@@ -1,8 +1,8 @@
 """The records that estimators and policy losses take and return.
 
-Shapes: `[M]` trainable tokens of the whole batch, `[B]` sequences, `[B+1]` borders, `[B, P]` the P
-parts of each sequence's reward. All records are
-frozen and check themselves when built; the tensors in them are to be read, not written.
+Shapes: `[M]` trainable tokens of the whole batch, `[B]` sequences, `[B+1]` offsets, `[B, P]` the P
+parts of each sequence's reward. All records are frozen and check themselves when built; the tensors
+in them are to be read, not written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PER_SEQUENCE = frozenset(
     {"rewards", "group_ids", "baseline_rewards", "rollout_ids", "sequence_ids", "reward_parts"}
 )
-PER_PART = frozenset({"reward_parts"})  # of these, the matrices [B, P]
+PER_PART = frozenset({"reward_parts"})  # the matrices [B, P] among these
 _INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "turn_ids", "versions", "sequence_ids"})
 
 
@@ -100,9 +100,9 @@ class PolicyLossInputs:
     versions: Tensor | None = None  # int64 [M]
     # float [M], the loss weights of these tokens (see `loss_weights`)
     weights: Tensor | None = None
-    # int64 [B], who each sequence is, wherever it stands: to choose tokens by a hash
+    # int64 [B], an identity of each sequence that any split keeps: to choose tokens by a hash
     sequence_ids: Tensor | None = None
-    # what the loss itself computed from the whole optimizer step
+    # what the loss's `batch_stats` computed from the whole optimizer step
     batch_stats: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +146,8 @@ def _check_record(record: Any, *, num_tokens: int | None = None) -> None:
     num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     num_sequences = cu_seqlens.numel() - 1
     vectors = [f for f in fields(record) if f.name not in ("cu_seqlens", "batch_stats")]
-    for vector in sorted(vectors, key=lambda f: f.name in PER_SEQUENCE):  # tokens first
+    # Vectors of tokens come first.
+    for vector in sorted(vectors, key=lambda f: f.name in PER_SEQUENCE):
         name = vector.name
         value = getattr(record, name)
         if value is None and vector.default is None:
@@ -181,7 +182,7 @@ def symbol_of(name: str) -> str:
 
 
 def has_shape(name: str, value: Tensor, size: int) -> bool:
-    """Return whether `value` is [size], or [size, P] where the field `name` is of parts."""
+    """Whether `value` is [size], or [size, P] if the field `name` is in PER_PART."""
     rank = 2 if name in PER_PART else 1
     return value.dim() == rank and value.shape[0] == size
 
@@ -199,13 +200,13 @@ def check_cu_seqlens(cu_seqlens: Tensor, at: str = "cu_seqlens", *, contents: bo
         raise InputError(f"{at}: expected dtype int64 (or int32), got {cu_seqlens.dtype}")
     if not contents:
         return
-    borders = cu_seqlens.cpu()
-    if int(borders[0]) != 0:
-        raise InputError(f"{at}: expected to start at 0, got {int(borders[0])}")
-    falls = (borders.diff() < 0).nonzero()
+    offsets = cu_seqlens.cpu()
+    if int(offsets[0]) != 0:
+        raise InputError(f"{at}: expected to start at 0, got {int(offsets[0])}")
+    falls = (offsets.diff() < 0).nonzero()
     if falls.numel():
         b = int(falls[0])
         raise InputError(
-            f"{at}: expected never to fall, got {int(borders[b])} -> {int(borders[b + 1])} at"
+            f"{at}: expected never to fall, got {int(offsets[b])} -> {int(offsets[b + 1])} at"
             f" sequence {b}"
         )

@@ -1,8 +1,7 @@
 """Float64 arithmetic over long float32 vectors, a piece at a time.
 
-A float64 copy of a batch is twice its memory, and memory that was never touched costs the kernel
-more than the sum costs the processor. A piece stays in the cache, and its memory is used again for
-the next one.
+A float64 copy of a batch takes twice its memory, and the first touch of new memory costs more than
+the sum itself. A piece stays in the cache, and the next piece reuses its memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIECE = 1 << 16  # numbers: 512 KiB in float64
+PIECE = 1 << 16  # numbers per piece: 512 KiB in float64
 
 
 def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -24,7 +23,7 @@ def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def add_(wide: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
-    """`wide += alpha * x` in place and returned: float64 `[M]`, and any float `[M]`."""
+    """Add `alpha * x` (any float `[M]`) to `wide` (float64 `[M]`) in place, and return it."""
     if wide.numel() <= PIECE:
         return wide.add_(x, alpha=alpha)
     for into, part in pieces(wide, x):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     source="Liu et al., arXiv:2601.05242",
 )
 class GDPO:
-    """Each part of the reward against its group, in units of its own spread there; the weighted sum
-    of them against the batch.
+    """Each part of the reward relative to its group, in units of its spread there; then the
+    weighted sum of the parts relative to the batch.
 
         S   = sum over parts of w_k (R_k - mean of the group) / (std of the group + eps)
         A_t = (S - mean of the batch) / (std of the batch + eps)        std with n - 1
@@ -66,7 +66,8 @@ class GDPO:
             group = GroupedReturns(inputs, column, member)
             scores = weight * group.residuals / (group.stds + self.eps)
             total[member] += group.per_sequence(scores)
-        batch = GroupedReturns(inputs, total, counted)  # each rollout once
+        # The statistics of the batch count each rollout once.
+        batch = GroupedReturns(inputs, total, counted)
         total[counted] = batch.per_sequence(self._whitened(batch.returns))
         advantages = expand_to_tokens(total, inputs.cu_seqlens, inputs.num_tokens)
         return Advantages(advantages.to(inputs.rewards.dtype))

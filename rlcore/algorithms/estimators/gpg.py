@@ -25,10 +25,10 @@ class GPG:
 
     A group that is all right or all wrong adds nothing to the gradient but counts in its mean;
     alpha (the paper's B / (B - M)) takes it out again. So advantages depend on the whole batch.
-    verl counts *rewards* that are not 0 in place of groups with a gradient, which on 0/1 rewards
+    verl counts *rewards* that are not 0 instead of groups with a gradient, which on 0/1 rewards
     also scales by how hard the prompts are. Groups of one have no gradient: their advantage is 0.
-    Where no group has one, alpha is 1. The paper's resampling of thin batches is a matter of
-    rollout filters.
+    Where no group has a gradient, alpha is 1. Rollout filters take the place of the paper's
+    resampling of thin batches.
 
     X. Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning",
     arXiv:2504.02546.

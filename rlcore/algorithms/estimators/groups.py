@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupedReturns:
-    """The returns of the N rollouts that have a trainable token, beside those of their groups.
+    """The returns of the N rollouts that have a trainable token, and statistics of their groups.
 
     A sequence is a rollout, unless `rollout_ids` says that several are segments of one. A sequence
     without trainable tokens is no member of its group: it has nothing to credit, and is often an
@@ -23,8 +23,8 @@ class GroupedReturns:
     of 1e4 that differ by 1e-2 keep their differences.
 
     Args:
-        inputs: groups come from `group_ids` alone.
-        returns: float64 `[B]` in place of `inputs.rewards`; equal for the segments of a rollout.
+        inputs: the batch; groups come from its `group_ids` alone.
+        returns: float64 `[B]` instead of `inputs.rewards`; equal for the segments of a rollout.
         member: bool `[B]`, the sequences that count; default: those with a trainable token.
 
     Raises:
@@ -32,7 +32,7 @@ class GroupedReturns:
     """
 
     returns: Tensor  # float64 [N]
-    groups: Tensor  # int64 [N], the group of each, numbered from 0
+    groups: Tensor  # int64 [N], group numbers from 0
     lengths: Tensor  # int64 [N], trainable tokens
     # float64 [N], return less the mean of its group; exactly 0 where those of the group are equal
     residuals: Tensor
@@ -66,8 +66,7 @@ class GroupedReturns:
         self._num_tokens = inputs.num_tokens
         self.groups, self._num_groups = group_index(group_ids)
         self._group_sizes = torch.bincount(self.groups, minlength=self._num_groups).double()
-        # counted from the least return of its group, a constant is a row of zeros, whose mean is
-        # exact
+        # Relative to the least return of their group, equal returns are zeros, whose mean is exact.
         least = returns.new_full((self._num_groups,), float("inf")).scatter_reduce(
             0, self.groups, returns, "amin"
         )

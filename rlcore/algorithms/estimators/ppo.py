@@ -83,6 +83,6 @@ def temporal_differences_(
     last = last_token_index(cu_seqlens)
     ends = delta[last]
     add_(delta[:-1], values[1:], gamma)
-    # put back, not subtracted again: a huge or infinite value of the next sequence must leave no
-    # trace here
+    # Restored rather than subtracted again: a huge or infinite value of the next sequence must
+    # leave no trace here.
     return delta.index_copy_(0, last, ends)

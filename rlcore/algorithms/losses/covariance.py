@@ -22,7 +22,7 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-NO_DRAW = -1.0  # below every draw: with it as the last draw, no token is chosen
+NO_DRAW = -1.0  # below every draw; as the last draw, it chooses no token
 
 
 @register_policy_loss(
@@ -93,7 +93,7 @@ class ClipCov:
         assert inputs.batch_stats is not None
         cov = _token_covariance(inputs, inputs.batch_stats)
         chosen = self._eligible(cov) & (_token_draws(inputs) <= inputs.batch_stats["last_draw"])
-        # no loss, no gradient, nothing to clip
+        # Without an advantage, chosen tokens have no loss, no gradient and nothing to clip.
         advantages = torch.where(chosen, 0.0, inputs.advantages)
         log_ratio = clamped_log_ratio(inputs.logprobs, inputs.old_logprobs)
         loss, clips = clipped_surrogate(log_ratio.exp(), advantages, self.clip_low, self.clip_high)
@@ -204,7 +204,7 @@ def _last_draw(draws: Tensor, count: int) -> Tensor:
 
 
 def _count_of(ratio: float, inputs: PolicyLossInputs) -> int:
-    """Return how many tokens of the step `ratio` stands for, rounded down, but one at least."""
+    """Return the number of tokens in a share `ratio` of the step, rounded down, but at least 1."""
     return max(int(ratio * inputs.num_tokens), 1)
 
 

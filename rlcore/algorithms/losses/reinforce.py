@@ -18,8 +18,8 @@ class Reinforce:
 
         l_t = -A * logprobs
 
-    Right for tokens of the policy being trained; `old_logprobs` go into the metrics only (`ratio`
-    and `approxkl`, `[M]`), which tell how far from that it is. verl calls this loss `gpg`.
+    Correct for tokens of the policy being trained; `old_logprobs` go into the metrics only (`ratio`
+    and `approxkl`, `[M]`), which measure the distance from that case. verl calls this loss `gpg`.
 
     R. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
     learning", Machine Learning 8, 1992; X. Chu et al., "GPG", arXiv:2504.02546.

@@ -1,4 +1,4 @@
-"""Soft Adaptive Policy Optimization: a smooth gate in the place of the clip."""
+"""Soft Adaptive Policy Optimization: a smooth gate instead of the clip."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Layout:
 # Two groups of eight neighbours: the one layout that even an estimator that reshapes rewards to
 # [-1, n] can take.
 NEIGHBOURS = Layout((1, 2, 3, 1, 2, 1, 1, 2) * 2, (0,) * 8 + (1,) * 8)
-PARTS = 3  # columns of reward_parts
+PARTS = 3  # number of columns of reward_parts
 WITHOUT_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
 
 
@@ -164,7 +164,7 @@ def cut(record: EstimatorInputs) -> EstimatorInputs:
 
 
 def shuffled(count: int, seed: int) -> list[list[int]]:
-    """Orders of `count` things: reversed, rotated by one, and a random one."""
+    """Return orders of `count` items: reversed, rotated by one, and random."""
     order = list(range(count))
     return [
         order[::-1],
@@ -191,7 +191,8 @@ def describe(record: Record, names: Collection[str]) -> str:
 
 
 def _numbers(vector: Tensor) -> str:
-    if vector.dim() == 2:  # by part
+    # A matrix [B, P] is shown by its columns, the parts of the reward.
+    if vector.dim() == 2:
         return "; ".join(_numbers(column) for column in vector.T)
     shown = ", ".join(
         f"{x:.6g}" if vector.is_floating_point() else str(x) for x in vector[:8].tolist()

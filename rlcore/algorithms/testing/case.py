@@ -68,9 +68,9 @@ FLOAT32 = Rule(
     "accumulate in float64 (x.double()) and convert the result; take variances in two passes, never"
     " E[x^2] - mean^2; clamp a log-ratio before exp, as the gradient of a clamped ratio is inf",
 )
-# of the largest number, where two results should agree: above any order of summation
+# Largest difference of equal results, relative to the largest number: above any summation order.
 TOLERANCE = 1e-5
-# how many times the effect of rounding its inputs to float32 an algorithm in float32 may be off
+# Largest error of an algorithm in float32, as a multiple of the effect of rounding its inputs.
 ROUNDINGS = 8
 
 
@@ -81,7 +81,7 @@ class Case(Generic[Record]):
     guarded: Guarded
     seed: int
     rule: Rule = READ_ONLY
-    optional: ClassVar[tuple[str, ...]]  # the fields that such a plugin may declare
+    optional: ClassVar[tuple[str, ...]]  # fields that a plugin of this kind may declare
 
     @abstractmethod
     def full(self, layout: Layout, seed: int) -> Record:
@@ -178,7 +178,7 @@ class Case(Generic[Record]):
         generator = torch.Generator().manual_seed(self.seed)
 
         def moved(value: Tensor) -> Tensor:
-            """Move numbers by half a unit of float32, which cannot tell them from these."""
+            """Move numbers by half a unit of float32, where they still round to the same value."""
             signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
             return value * (1 + signs * 2.0**-24)
 
@@ -192,18 +192,18 @@ class Case(Generic[Record]):
         self.same(narrow, change, expected, got, allowed=allowed)
 
     def fail(
-        self, batch: Record, change: str, finding: str, cause: BaseException | None = None
+        self, batch: Record, change: str, failure: str, cause: BaseException | None = None
     ) -> NoReturn:
         """Raise the `ContractError` of this rule."""
         shown = describe(batch, self.guarded.takes)
-        parts = [shown, f"change: {change}" if change else "", finding]
+        parts = [shown, f"change: {change}" if change else "", failure]
         message = "\n".join(part for part in parts if part)
         raise ContractError(self.name, self.rule, message) from cause
 
     def keep(
         self, rules: Mapping[Rule, Callable[[Self], None]], skipped: Mapping[Rule, str]
     ) -> ContractReport:
-        """Try the rules in order, but not those in `skipped`, which says why."""
+        """Check the rules in order, except those in `skipped`, which holds the reasons."""
         kept = tuple(rule for rule in rules if rule not in skipped)
         for rule in kept:
             rules[rule](replace(self, rule=rule))
@@ -229,7 +229,7 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 
 
 def check_read_only(case: Case[Any]) -> None:
-    """Any call may find a write; this one looks for nothing else."""
+    """Check for writes alone; every other rule's calls check for them too."""
     case.run(case.batch(NEIGHBOURS))
 
 

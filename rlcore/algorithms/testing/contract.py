@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: the sentence that must hold, and what the author does if it does not."""
+    """One rule: the sentence that must hold, and advice to the author if it does not."""
 
     name: str
     sentence: str
@@ -20,16 +20,16 @@ class ContractError(AssertionError):
 
     Attributes:
         rule: the rule that broke.
-        subject: the plugin, as it calls itself.
+        plugin: kind and name of the plugin.
     """
 
-    def __init__(self, subject: str, rule: Rule, example: str) -> None:
+    def __init__(self, plugin: str, rule: Rule, example: str) -> None:
         lines = "\n".join(f"  {line}" for line in example.splitlines())
         super().__init__(
-            f"{subject} breaks the rule {rule.name!r}: {rule.sentence}\n{lines}\n  to do:"
+            f"{plugin} breaks the rule {rule.name!r}: {rule.sentence}\n{lines}\n  to do:"
             f" {rule.advice}"
         )
-        self.subject = subject
+        self.plugin = plugin
         self.rule = rule
 
 
@@ -37,12 +37,12 @@ class ContractError(AssertionError):
 class ContractReport:
     """The rules that a plugin keeps, in the order in which they were checked; `print` it."""
 
-    subject: str
+    plugin: str
     kept: tuple[Rule, ...]
-    skipped: Mapping[Rule, str]  # and why
+    skipped: Mapping[Rule, str]  # rule -> reason
 
     def __str__(self) -> str:
-        lines = [f"{self.subject} keeps {len(self.kept)} rules, {len(self.skipped)} skipped"]
+        lines = [f"{self.plugin} keeps {len(self.kept)} rules, {len(self.skipped)} skipped"]
         lines += [f"  kept     {rule.name:<18} {rule.sentence}" for rule in self.kept]
         lines += [f"  skipped  {rule.name:<18} {reason}" for rule, reason in self.skipped.items()]
         return "\n".join(lines)

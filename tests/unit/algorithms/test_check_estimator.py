@@ -164,7 +164,7 @@ def test_an_estimator_comes_in_any_form() -> None:
     for form in forms:
         assert len(check_estimator(form, random=True).kept) == 5
     assert len(check_estimator(right).kept) == 12
-    assert check_estimator(Mean, scale=2.0).subject == "estimator 'Mean'"
+    assert check_estimator(Mean, scale=2.0).plugin == "estimator 'Mean'"
     with pytest.raises(KeywordError, match="unknown keyword 'scael'"):
         check_estimator(Mean, scael=2.0)
     with pytest.raises(TypeError, match="scale: this is built already"):
