@@ -5,7 +5,7 @@ RlcoreError
 |   +-- ConfigError
 |   +-- DataError
 |   +-- ModelError
-+-- RunFailed            the run cannot go on: exit code 1
++-- RunFailed            the run cannot continue: exit code 1
 |   +-- DeadlineExceeded
 |   +-- FailedElsewhere  another rank failed and knows why
 |   +-- PartLost         rank 0 lost its rollout service: the launcher starts the ranks again
@@ -45,7 +45,7 @@ class ModelError(UserError):
 
 
 class RunFailed(RlcoreError):
-    """The run cannot go on: a dead worker, no engine left."""
+    """The run cannot continue: a worker is dead, or no engine is left."""
 
 
 class DeadlineExceeded(RunFailed, TimeoutError):

@@ -23,7 +23,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 # Path prefixes of rlcore, of Python and of installed packages; other files are the user's.
-_NOT_THE_USERS = (
+_NOT_USER_CODE = (
     "<",
     *(str(_ROOT / name) + os.sep for name in ("rlcore", "rollout", "backends")),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
@@ -97,7 +97,7 @@ def place_of_error(error: BaseException) -> str:
 
 def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
     """Format the innermost frame of the user's code, or else the innermost of all frames."""
-    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_USER_CODE)]
     if not (own or frames):
         return ""
     return _place(*(own or frames)[-1])

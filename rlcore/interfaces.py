@@ -1,6 +1,6 @@
-"""The seams of the system. Each is a `typing.Protocol`; `rlcore/launch/` picks the implementation.
+"""The interfaces between the parts of the system; `rlcore/launch/` picks the implementations.
 
-Nothing here imports a backend or an engine, and no implementation sees behind another seam.
+Nothing here imports a backend or an engine, and no implementation depends on another one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PolicyBackend(Protocol):
 
     @property
     def plan_rules(self) -> PlanRules:
-        """The rules by which rank 0 plans the micro-batches of a step; no communication."""
+        """Return the rules for rank 0's plan of micro-batches; no communication."""
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
-        """Give each data-parallel rank its sequences of the step (from rank 0)."""
+        """Send each data-parallel rank its sequences of the step (from rank 0)."""
 
     def score(
         self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
@@ -64,7 +64,7 @@ class PolicyBackend(Protocol):
         """Measure how far the updates of the loaded batch moved the policy, as `step_kl`."""
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
-        """Return what the updates of the loaded batch did to each token, for its record.
+        """Return the effect of the loaded batch's updates on each token, for its record.
 
         Returns:
             `ratio` of the policy at the token's last update to `old_logprobs`, and `clipped` (1
@@ -83,8 +83,8 @@ class PolicyBackend(Protocol):
     def offload(self) -> None:
         """Move everything to host memory, free the device, and drop the loaded batch.
 
-        Everything except the passes over a batch still works: it moves what it needs to the device
-        for as long as it runs.
+        Everything except the passes over a batch still works: each call moves the data it needs to
+        the device while it runs.
         """
 
     def onload(self) -> None:
@@ -97,65 +97,65 @@ class PolicyBackend(Protocol):
         """Save model, optimizer and schedule as a distributed checkpoint in `folder`."""
 
     def start_save(self, folder: Path) -> None:
-        """Copy the state and return; threads write it to `folder` while training goes on.
+        """Copy the state and return; threads write it to `folder` while training continues.
 
         At most one such save runs at a time.
         """
 
     def save_seconds(self) -> float | None:
-        """Return the seconds that this rank wrote for, None while it still does. No communication.
+        """Return how many seconds this rank wrote, None while it still writes. No communication.
 
         Raises:
-            RunFailed: it could not write; names the folder and the reason.
+            RunFailed: the write failed; names the folder and the reason.
         """
 
     def finish_save(self) -> None:
         """Complete the save that `start_save` began, once every rank has written."""
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint, under any layout that it can be resharded to."""
+        """Load a checkpoint into this layout, which may differ from the saved one."""
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (safetensors shards, config, tokenizer)."""
 
     def describe(self) -> dict[str, str]:
-        """Return the choices that were made (attention, optimizer, layout), for the run's start."""
+        """Return the backend's choices (attention, optimizer, layout), for the start's log."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 # --- generation -----------------------------------------------------------------------------------
 
 
 class RolloutEngine(Protocol):
-    """An inference engine. It generates, and takes new weights in the steps of a publication.
+    """An inference engine. It generates, and receives new weights in the steps of a publication.
 
-    A failure of one engine, which another engine might not have, is EngineFailed.
+    Failures of this engine, which another engine might not have, are EngineFailed.
     """
 
     name: str
-    transports: tuple[str, ...]  # ways in which weights can reach it, the preferred one first
-    # True if rlcore started it. Else `kill` only disconnects from it, and `start` connects anew.
+    transports: tuple[str, ...]  # transports of weights that it supports, the preferred one first
+    # True if rlcore started the engine. Otherwise `kill` only disconnects, and `start` reconnects.
     managed: bool
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done when its process is gone; None if rlcore did not start a process for it."""
+        """A future that is done when the engine's process ends; None without such a process."""
 
     async def start(self) -> None:
-        """Make it ready to answer, within `rollout.engine.start_timeout_s`.
+        """Make the engine ready for requests, within `rollout.engine.start_timeout_s`.
 
-        After `kill` it may be started again, then without weights.
+        After `kill` it may be started again, without weights.
         """
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Return `n` completions for each request, in order. The caller limits the time."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating; `mode` says what becomes of running requests.
+        """Stop generating; `mode` determines what happens to running requests.
 
-        `drain` takes as long as they do. The caller limits the time.
+        `drain` waits for all of them. The caller limits the time.
         """
 
     async def resume(self) -> None:
@@ -165,79 +165,79 @@ class RolloutEngine(Protocol):
         """Stop requests now; their completions end with the finish reason "abort".
 
         Args:
-            rids: `GenerateRequest.rid` of those to stop, all requests of a call; default: every
-                request.
+            rids: `GenerateRequest.rid` of the requests to stop, which are all requests of one or
+                more calls; default: every request.
         """
 
     async def progress(self) -> Any:
         """Return a value that changes as tokens are made; None while a pause holds the requests.
 
         An engine with requests whose value stays the same for `rollout.engine.progress_timeout_s`
-        is taken to hang. None says that nothing can be told.
+        counts as hung. None means unknown.
         """
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """Prepare for the weights of a publication, in this layout."""
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Take one bucket.
+        """Receive one bucket.
 
         Args:
-            flat: its bytes, inside one process; None if they come over the process group.
+            flat: the bytes, inside one process; None if they arrive over the process group.
         """
 
     async def end_update(self) -> None:
-        """End the update: the new weights are in force, but carry no version yet."""
+        """End the update: the new weights are in use, but have no version yet."""
 
     async def set_version(self, version: int) -> None:
-        """Name the version of its weights, which its completions then carry."""
+        """Set the version of the weights, which later completions report."""
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Free device memory while paused. Caches are empty afterwards; weights are gone."""
+        """Free device memory while paused. Freed caches are emptied; freed weights are lost."""
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take the memory again. Weights that were released need a whole publication first."""
+        """Allocate the memory again. Released weights then need a whole publication."""
 
     async def health(self) -> dict[str, Any]:
         """Return at least `name`, and `version` (None without whole weights).
 
         Raises:
-            EngineFailed: it does not run, or does not answer within
+            EngineFailed: the engine does not run, or does not answer within
                 `rollout.engine.health_timeout_s`.
         """
 
     async def kill(self) -> None:
-        """End it at once, at any time, even if it hangs or is stopped."""
+        """End the engine at once, at any time, even if it hangs or is stopped."""
 
     async def close(self) -> None:
-        """End it in good order."""
+        """End the engine cleanly."""
 
 
 @runtime_checkable
 class BoundedEngine(Protocol):
-    """An engine that tells how long a prompt and its response may be, once it has started."""
+    """An engine that reports its limit for a prompt and its response after the start."""
 
     @property
     def max_total_tokens(self) -> int | None:
-        """The most tokens of both together; None before the start."""
+        """The largest number of tokens of both together; None before the start."""
 
 
 class Workflow(Protocol):
-    """Makes the unscored samples of a prompt. It may call `generate` any number of times.
+    """Makes the unscored samples of a prompt, with any number of calls of `generate`.
 
-    It may give process rewards as `sample.token_rewards`. For evaluation, and for an estimator's
-    greedy baseline, it is built once more, with their sampling and number of samples.
+    It may set process rewards as `sample.token_rewards`. Evaluation and an estimator's greedy
+    baseline use further instances, with their own sampling and number of samples.
     """
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
-        """Return the samples of one drawing of `prompt`."""
+        """Return the samples of one draw of `prompt`."""
 
 
 # --- reward ---------------------------------------------------------------------------------------
 
 
 class Reward(Protocol):
-    """A reward function that users write, given by its `package.module:function`.
+    """A user's reward function, configured by its `package.module:function`.
 
     It reads `sample.prompt_text`, `sample.response_text`, `sample.label` and `sample.metadata`, and
     runs in a worker process under `reward.timeout_s`.
@@ -247,7 +247,7 @@ class Reward(Protocol):
         """Score one sample."""
 
 
-# --- the loop's other partners (rank 0) -----------------------------------------------------------
+# --- partners of the loop on rank 0 ---------------------------------------------------------------
 
 
 class RolloutSource(Protocol):
@@ -259,8 +259,8 @@ class RolloutSource(Protocol):
     def next_step(self, step: int) -> StepRollouts | None:
         """Return the samples of step `step` (from 1). Waits at most `rollout.timeout_s`.
 
-        None means that an engine was started again and needs the weights. Generation goes on;
-        bring the weights and call again.
+        None means that an engine was restarted and needs the weights. Generation continues; publish
+        the weights and call again.
         """
 
     def evaluate(
@@ -269,13 +269,13 @@ class RolloutSource(Protocol):
         """Score sets of held-out prompts with the current weights. None as in `next_step`.
 
         Args:
-            sets: their names, "" for `evaluation.paths`; default: all.
+            sets: names of the sets, "" for `evaluation.paths`; default: all.
         """
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Take note that `version` is in force at the engines: the weights after `step` updates.
+        """Record that the engines use `version`, the weights after `step` updates.
 
-        Called after each publication that succeeded, but not after a catch-up.
+        Called after each successful publication, but not after a catch-up.
         """
 
     def snapshot(self) -> dict[str, Any]:
@@ -284,15 +284,15 @@ class RolloutSource(Protocol):
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; None is the state before the first draw.
 
-        If the source has gone on since, for a trainer that is lost, samples of later weights are
-        dropped.
+        If the source has continued since then, for a trainer that was lost, samples of later
+        weights are dropped.
         """
 
     def keep_ledger(self, path: Path) -> None:
-        """Append every draw's transitions to `path` from here on.
+        """Append every draw's transitions to `path` from now on.
 
-        The file is first taken back to the state that `restore` gave. A source without draws
-        writes nothing.
+        The file is first truncated to the state that `restore` set. A source without draws writes
+        nothing.
         """
 
     def close(self) -> None:
@@ -300,24 +300,24 @@ class RolloutSource(Protocol):
 
 
 class RankAddress(NamedTuple):
-    """The machine of a rank of the trainer, and its GPU there: both None on the CPU."""
+    """The machine and GPU of a trainer rank; `gpu` and `visible` are None on the CPU."""
 
     host: str
-    # the same in every process
+    # An identifier of the GPU that is the same in every process.
     gpu: str | None = None
-    # as in CUDA_VISIBLE_DEVICES
+    # The number of the GPU as in CUDA_VISIBLE_DEVICES.
     visible: str | None = None
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The part that ranks of the trainer have in a publication, as the engines' side says.
+    """The orders of the engines' side to the trainer's ranks for a publication.
 
     Attributes:
-        transport: whose `BucketSender` the ranks use.
-        ranks: `BucketSender.open` of each rank that sends gets its value; JSON-able.
+        transport: the transport whose `BucketSender` the ranks use.
+        ranks: the argument of `BucketSender.open` for each sending rank; JSON-able.
         joins: the ranks answer with a rendezvous, where the engines join them.
-        gathers: the engines take what `BucketSender.pack` of all these ranks returns.
+        gathers: the engines receive the results of `BucketSender.pack` of all these ranks.
     """
 
     transport: str
@@ -327,16 +327,16 @@ class Orders:
 
 
 class BucketSender:
-    """The part of one rank in the publications by one transport; here, one that does nothing."""
+    """One rank's side of the publications by a transport. This base class sends nothing."""
 
     def open(self, order: Any, buckets: Sequence[Bucket]) -> Any:
-        """Begin a publication. Returns its rendezvous with engines, JSON-able."""
+        """Begin a publication. Returns this rank's rendezvous for engines, JSON-able."""
 
     def enter(self, answers: Mapping[int, Any]) -> None:
-        """Meet the ranks that this one helps; `answers` is what `open` returned on each rank."""
+        """Connect to the ranks that this rank helps; `answers` has the result of each `open`."""
 
     def pack(self, bucket: Bucket, flat: Tensor) -> Any:
-        """Return what the engines get with the call for this bucket.
+        """Return the data that the call for this bucket sends to the engines.
 
         Args:
             flat: uint8 [num_bytes]; it does not change until `send` and that call have returned.
@@ -346,26 +346,26 @@ class BucketSender:
         """Send the bucket, and return when it has left this rank.
 
         Args:
-            stopped: returns None until the publication has failed, and then what is still sent
-                (`Transport.stop`).
+            stopped: returns None until the publication fails, and then the result of
+                `Transport.stop`: the sends that continue.
         """
 
     def discard(self, packed: Mapping[int, Any], stopped: Any) -> None:
-        """Free what ranks packed and no engine reads, after a failure (rank 0).
+        """Free packed data that no engine reads, after a failure (rank 0).
 
         Args:
-            stopped: says which engines still read it; None: none does.
+            stopped: the engines that still read it; None if no engine does.
         """
 
     def finish(self) -> Any:
-        """Return what the engines' side gets when all buckets are sent (rank 0)."""
+        """Return the data for the engines' side once all buckets are sent (rank 0)."""
 
     def end(self, *, done: bool, stopped: Any) -> None:
         """End a publication.
 
         Args:
-            done: every engine that is left has all weights.
-            stopped: what was still sent after a failure; None where nothing was.
+            done: every remaining engine has all weights.
+            stopped: the sends that continued after a failure; None if there were none.
         """
 
     def close(self) -> None:
@@ -375,23 +375,23 @@ class BucketSender:
 class EngineMemory(Protocol):
     """The device memory of all engines that share GPUs with the trainer, as rank 0 sees it.
 
-    Each call has a deadline. An engine that fails is out, as in a publication.
+    Each call has a deadline. An engine that fails is excluded, as in a publication.
     """
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Make every engine idle and free the memory that `tags` name.
 
-        None starts or generates until it is restored.
+        No engine starts or generates until `restore`.
         """
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
-        """Give every engine its memory again; it generates if nothing else is missing.
+        """Allocate every engine's memory again; complete engines generate.
 
-        Once nothing is released any more, engines that died start again.
+        Once all memory is restored, engines that died start again.
 
         Raises:
-            RunFailed: no engine can.
+            RunFailed: no engine can restore its memory.
         """
 
     def any_running(self) -> bool:
-        """Whether an engine runs."""
+        """Whether any engine runs."""

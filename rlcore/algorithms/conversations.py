@@ -24,7 +24,7 @@ CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
      "tokens"),
     ("engine_s", "waiting for turns, those of branches added up", "rollouts", "s"),
     ("tool_s", "waiting for tools", "rollouts", "s"),
-    ("cached_tokens", "tokens of prompts that the engine had kept; absent where it does not tell",
+    ("cached_tokens", "tokens of prompts that the engine had cached; absent if not reported",
      "rollouts", "tokens"),
     ("prefilled_tokens", "tokens of prompts that it computed; likewise", "rollouts", "tokens"),
     ("<name>", "any number that a workflow gave to `Conversation.measure`", "rollouts that have it",

@@ -31,7 +31,7 @@ class MissingInputError(AlgorithmError):
 
 
 class UndeclaredInputError(AlgorithmError):
-    """An algorithm worked on a field that is None, as it did not declare it; names its line."""
+    """An algorithm used a field that it did not declare and that is None; names its line."""
 
 
 class OutputError(AlgorithmError):
