@@ -238,7 +238,7 @@ def test_a_problem_names_origin_reason_and_remedy(refusal, write):
         ([PPO, "algorithm.estimator.distill_coef=1"], "set algorithm.distillation.coef instead"),
         (["algorithm.distillation.coef=0.1", "teacher.path=x"],
          ("got 0.1, but estimator 'grpo' takes no distillation into its reward and would"
-         " ignore it: choose one with rewards a token")),
+         " ignore it: choose one with token rewards")),
         (["algorithm.correction.upper=3"],
          "got 3.0, but algorithm.correction.name is none: name one (tis, mis, icepop)"),
         ([TIS, "algorithm.old_logprobs=rollout"],
