@@ -18,8 +18,8 @@ COLOCATED = (SGLANG, "rollout.engine.colocated=true")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*COLOCATED, "rollout.engine.urls=[http://x:1]"], "rollout.engine.colocated.*somebody "
-         "else's"),
+        ([*COLOCATED, "rollout.engine.urls=[http://x:1]"], "rollout.engine.colocated.*stopped "
+         "and started elsewhere"),
         ([*COLOCATED, "cluster.nodes=2", "cluster.launcher=torchrun"],
          "cluster.nodes.*got 2, but .*colocated engines"),
         ([*COLOCATED, "rollout.engine.transport=distributed"], "rollout.engine.transport.*got "
