@@ -1,14 +1,14 @@
-"""The turns that supervised fine-tuning trains on, each behind the prompt that it answers.
+"""The turns that supervised fine-tuning trains on, each after the prompt that it answers.
 
-A row's label is the assistant's message behind its prompt. Where it has none (`data.label_key` is
-null, or its value in the row is), the last message of the chat is the label, if the assistant's.
-The assistant's earlier messages are trained on too, unless `data.train_turns` is `last`.
+A row's label is the assistant's message after its prompt. If the row has no label (`data.label_key`
+or its value is null), the label is the chat's last message, if the assistant wrote it. Earlier
+messages of the assistant are trained on too, unless `data.train_turns` is `last`.
 
-Every turn stands behind what the chat template asks the model with at that turn. A sequence holds
-several turns as long as each prompt goes on with the tokens of the one before and its answer:
+Each turn follows the prompt that the chat template builds for it. One sequence holds several turns
+as long as each prompt continues with the tokens of the previous prompt and its answer:
 
     prompt 1 | answer 1 | prompt 2 | answer 2          the template keeps earlier turns
-    prompt 1 | answer 1   and   prompt 2 | answer 2    it rewrites them, as without their thoughts
+    prompt 1 | answer 1   and   prompt 2 | answer 2    it rewrites them, e.g. drops their thoughts
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 _THOUGHT_BEGINS = "<think>"
 _THOUGHT_ENDS = "</think>"
 _OPENED_THOUGHT = re.compile(rf"{_THOUGHT_BEGINS}\s*\Z")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # message fields that hold a thought
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What is trained on: of each row one or several sequences, and turns in them."""
+    """The trained sequences of each row, and the turns inside them."""
 
     rows: NDArray[np.int64]  # [N+1]: row i has the sequences rows[i] to rows[i + 1]
-    tokens: RaggedArray[np.int32]  # of each sequence
-    turns: RaggedArray[np.int32]  # where the turns in it are: start, end, start, end, ...
+    tokens: RaggedArray[np.int32]  # one array per sequence
+    turns: RaggedArray[np.int32]  # one array per sequence: start, end, start, end, ...
 
     def of_row(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Return tokens, and int32 [turns, 2] with starts and ends, of each sequence of a row."""
+        """Return the tokens and the turn bounds, int32 [turns, 2], of each sequence of a row."""
         return [
             (self.tokens[i], self.turns[i].reshape(-1, 2))
             for i in range(self.rows[row], self.rows[row + 1])
@@ -65,11 +65,11 @@ class Answers:
 
     @property
     def trained(self) -> int:
-        """How many tokens are trained on."""
+        """The number of tokens that are trained on."""
         return int(np.diff(self.turns.values.reshape(-1, 2)).sum())
 
     def take(self, rows: NDArray[np.int64]) -> Answers:
-        """Return those of some of the rows."""
+        """Return the answers of the given rows."""
         counts = np.diff(self.rows)[rows]
         kept = [np.arange(*self.rows[row : row + 2]) for row in rows]
         sequences = np.concatenate(kept)
@@ -80,7 +80,7 @@ class Answers:
 def labelled_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, Answers]:
     """Read and tokenise the labelled rows of `data`.
 
-    Rows that cannot fit into the model's context, or into a micro-batch, are left out, counted and
+    Rows that do not fit into the model's context or into a micro-batch are left out, counted and
     logged.
 
     Raises:
@@ -106,7 +106,7 @@ def with_answer(example: Example) -> Example:
     label = example.label
     answer = example.answer
     if isinstance(label, list) and len(label) == 1 and isinstance(label[0], dict):
-        # the completion of a conversational data set of TRL
+        # The label is a TRL conversational completion.
         (answer,) = check_messages(example.where, example.label_key or "label", label)
         label = answer["content"]
     chat = prompt if isinstance(prompt, list) else []
@@ -120,7 +120,7 @@ def with_answer(example: Example) -> Example:
             f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat"
             f" messages that end with the assistant's; the label is {label!r}"
         )
-    # The chat's own message stays whole: a template may read more of it, as a field of thoughts.
+    # Keep the chat's own message whole: a template may read other fields of it, such as thoughts.
     if answer is None or answer.get("content") != label:
         answer = {"role": "assistant", "content": label}
     return replace(example, prompt=prompt, label=label or "", answer=answer)
@@ -129,11 +129,11 @@ def with_answer(example: Example) -> Example:
 def tokenize_answers(
     prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Answers:
-    """Return of each row the turns that the policy learns, up to the EOS of each.
+    """Return the turns that the policy learns from each row, each up to its EOS.
 
     Raises:
-        DataError: a turn without tokens, no EOS token for `add_eos`, or a chat template that asks
-            for an answer otherwise than it writes it.
+        DataError: a turn has no tokens, the tokenizer has no EOS for `add_eos`, or the chat
+            template renders the prompt differently once the answer follows.
     """
     eos = tokenizer.eos_token_id
     if data.add_eos and eos is None:
@@ -149,12 +149,12 @@ def tokenize_answers(
         ]
         encoded = _encode_turns(rendered, [example.where for example in chunk], tokenizer)
         for example, found in zip(chunk, encoded):
-            # the prompt set has the last prompt's tokens, with the BOS of plain text
+            # The prompt set holds the last prompt's tokens, including the BOS of plain text.
             found[-1] = (prompts.ragged[len(counts) - 1], found[-1][1])
             sequences = list(_sequences(example, found, eos, data))
-            for sequence, places in sequences:
+            for sequence, spans in sequences:
                 tokens.add(sequence)
-                turns.add(np.array(places, dtype=np.int32).reshape(-1))
+                turns.add(np.array(spans, dtype=np.int32).reshape(-1))
             counts.append(len(sequences))
     return Answers(np.cumsum(counts, dtype=np.int64), tokens.done(), turns.done())
 
@@ -162,10 +162,10 @@ def tokenize_answers(
 def render_turns(
     example: Example, prompt_text: str, tokenizer: PreTrainedTokenizerBase, which: str
 ) -> list[tuple[str, str]]:
-    """Return of each trained turn the text that the model is asked with, and what it writes.
+    """Return (prompt, answer) as texts for each trained turn of a row.
 
     Args:
-        prompt_text: what it is asked with at the last turn.
+        prompt_text: the prompt of the last turn.
         which: `data.train_turns`.
     """
     if isinstance(example.prompt, str):
@@ -174,16 +174,16 @@ def render_turns(
     chat = [*example.prompt, example.answer]
     earlier = [] if which == "last" else range(len(example.prompt))
     turns = []
-    for place in (i for i in earlier if chat[i]["role"] == "assistant"):
-        prompt = render_messages(example, chat[:place], tokenizer)
-        turns.append((prompt, _written(example, chat[: place + 1], prompt, tokenizer)))
+    for index in (i for i in earlier if chat[i]["role"] == "assistant"):
+        prompt = render_messages(example, chat[:index], tokenizer)
+        turns.append((prompt, _written(example, chat[: index + 1], prompt, tokenizer)))
     return [*turns, (prompt_text, _written(example, chat, prompt_text, tokenizer))]
 
 
 def _written(
     example: Example, chat: Sequence[Message], prompt: str, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return what the model writes behind `prompt` for the last message of `chat`."""
+    """Return what the model writes after `prompt` for the last message of `chat`."""
 
     def turn(last: Sequence[Message]) -> str:
         text = _behind(example, [*chat[:-1], *last], prompt, tokenizer)
@@ -192,8 +192,8 @@ def _written(
     if not shows_calls(turn, chat[-1:]):
         raise DataError(
             f"{example.where}: message {len(chat)}: the chat template ends the turn before the last"
-            " of its calls of tools, so that it would not be trained on; have fewer calls in a"
-            " message, or take another template"
+            " of its tool calls, which would not be trained on; use fewer calls in a message, or"
+            " another template"
         )
     return _behind(example, chat, prompt, tokenizer)
 
@@ -201,10 +201,10 @@ def _written(
 def _behind(
     example: Example, chat: Sequence[Message], prompt: str, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return what a template writes behind a prompt.
+    """Return what the chat template writes after a prompt.
 
-    Most write the message there as it is. DeepSeek-R1's leaves a thought out of every message,
-    though its prompt opens one: the thought of the row stands there then, or an empty one.
+    Most templates write the message as it is. DeepSeek-R1's drops thoughts from messages although
+    its prompt opens one; the row's thought, or an empty one, is put back.
     """
     whole = render_messages(example, chat, tokenizer, generate=False)
     content = chat[-1].get("content") or ""
@@ -224,7 +224,7 @@ def _behind(
         )
         raise DataError(
             f"{example.where}: message {len(chat)}: the chat template writes the prompt differently"
-            f" once the answer follows, so it cannot be told what to train on; {advice}"
+            f" once the answer follows, so the trained part cannot be determined; {advice}"
         )
     written = whole[len(header) :]
     if written.startswith(_THOUGHT_BEGINS):
@@ -234,7 +234,7 @@ def _behind(
 
 
 def _thought(message: Message) -> str:
-    """Return the thought of a message, with its marks and the white space behind, or nothing."""
+    """Return a message's thought with its tags and the white space after it, or ""."""
     content = message.get("content") or ""
     if _THOUGHT_ENDS in content:
         rest = content.rpartition(_THOUGHT_ENDS)[2]
@@ -245,7 +245,8 @@ def _thought(message: Message) -> str:
     return f"{_THOUGHT_BEGINS}\n{str(thought).strip()}\n{_THOUGHT_ENDS}\n\n"
 
 
-Turn = tuple[NDArray[np.int32], NDArray[np.int32]]  # tokens of its prompt, and of its answer
+# The tokens of a turn's prompt, and of its answer.
+Turn = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def _encode_turns(
@@ -253,27 +254,27 @@ def _encode_turns(
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[list[Turn]]:
-    """Return the tokens of all turns; the last prompt of each row is left empty."""
+    """Return the tokens of all turns, with an empty prompt for the last turn of each row."""
     texts: list[str] = []
-    places: list[str] = []
-    for row, place in zip(rows, where):
+    sources: list[str] = []
+    for row, source in zip(rows, where):
         texts += chain.from_iterable([*row[:-1], ("", row[-1][1])])
-        places += [place] * (2 * len(row))
-    encoded = iter(encode(tokenizer, texts, places))
+        sources += [source] * (2 * len(row))
+    encoded = iter(encode(tokenizer, texts, sources))
     return [[(next(encoded), next(encoded)) for _ in row] for row in rows]
 
 
 def _sequences(
     example: Example, turns: Sequence[Turn], eos: int | None, data: DataConfig
 ) -> Iterator[tuple[NDArray[np.int32], list[list[int]]]]:
-    """Yield the sequences of a row, each with the starts and ends of the turns in it.
+    """Yield the sequences of a row, each with the starts and ends of its turns.
 
     Raises:
-        DataError: the label has no tokens, or an earlier turn none to train on.
+        DataError: the label or an earlier turn has no tokens to train on.
     """
-    places: list[list[int]] = []
+    spans: list[list[int]] = []
     for (prompt, written), following in zip(turns, [*turns[1:], None]):
-        # A chat template writes an EOS of its own, and often a line break after it.
+        # A chat template writes its own EOS, often followed by a line break.
         ends = np.flatnonzero(written == eos) if eos is not None else np.zeros(0, dtype=np.int64)
         answer = written[: ends[0]] if len(ends) else written
         if not len(answer) and not (data.add_eos and following):
@@ -282,16 +283,16 @@ def _sequences(
             )
         sequence = np.concatenate([prompt, answer])
         end = len(sequence)
-        places.append([len(prompt), end])
+        spans.append([len(prompt), end])
         if following and data.train_turns != "each" and len(following[0]) > end:
             ended = bool(data.add_eos and following[0][end] == eos)
-            # the end of the turn is part of what is learned
+            # The end of the turn is trained on too.
             kept = ended or not data.add_eos or len(answer) == len(written)
             if kept and np.array_equal(following[0][:end], sequence):
-                places[-1][1] += int(ended)
+                spans[-1][1] += int(ended)
                 continue
         if data.add_eos and eos is not None:
             sequence = np.append(sequence, np.int32(eos))
-            places[-1][1] += 1
-        yield sequence, places
-        places = []
+            spans[-1][1] += 1
+        yield sequence, spans
+        spans = []

@@ -1,9 +1,9 @@
 """Checkpoints: every rank writes its shards, rank 0 its state, and one rename commits them.
 
-A checkpoint in the background copies the state of a step to host memory; training goes on while
-threads write the copy. Rank 0 writes its own state first, so both are of one step. After each later
-step the ranks report their progress to rank 0, which commits when all have written. Until then the
-earlier checkpoint is the newest.
+A background checkpoint copies the state of a step to host memory; threads write the copy while
+training continues. Rank 0 writes its own state first, so both belong to the same step. After each
+later step the ranks report their progress, and rank 0 commits once all of them have written. Until
+then the previous checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from rlcore.trainer.rank_sync import RankSync, on_rank0
 
 COMMIT = "commit"
 WAIT = "wait"
-STILL_WRITING = json.dumps({"seconds": None})  # a rank's report until it has written everything
+STILL_WRITING = json.dumps({"seconds": None})  # a rank's report until all its shards are written
 
 
 def folder_inside(allowed: Sequence[Path], folder: str) -> Path:
-    """The folder that another process has named, if it is one of `allowed` or inside of one.
+    """Return the folder named by another process, if it lies in one of `allowed`.
 
-    Whoever reaches the store could name any other, whose pickles would be loaded.
+    Anybody who can reach the store could name a different folder, whose pickles would be loaded.
 
-    Raises RunFailed else.
+    Raises:
+        RunFailed: the folder is outside of `allowed`.
     """
-    there = Path(os.path.abspath(folder))  # without "..", links as they are
-    if not any(there.is_relative_to(os.path.abspath(one)) for one in allowed):
+    # Remove ".." but keep links as they are.
+    there = Path(os.path.abspath(folder))
+    if not any(there.is_relative_to(os.path.abspath(parent)) for parent in allowed):
         raise RunFailed(
             f"rank 0's answer names the folder {folder!r}, expected one inside"
             f" {' or '.join(map(str, allowed))}: another process writes to this run's store"
@@ -47,8 +49,8 @@ class Checkpointer:
     A failure is RunFailed on every rank; its message names the checkpoint that is intact.
 
     Args:
-        rank0: on rank 0.
-        checkpoints: the run's folder of checkpoints; no other one is written to.
+        rank0: given on rank 0 only.
+        checkpoints: the run's checkpoint folder, the only one that is written to.
     """
 
     def __init__(
@@ -58,10 +60,14 @@ class Checkpointer:
         self._backend = backend
         self._rank0 = rank0
         self._checkpoints = checkpoints
-        self.newest = 0  # step of the newest checkpoint, whole or being written; 0: there is none
-        self._step: int | None = None  # of the checkpoint that is being written
-        self._folder = Path()  # of the newest shards: checkpoints/<step>/model
-        self._slowest = 0.0  # seconds that the slowest rank wrote for (rank 0)
+        # Step of the newest checkpoint, whether complete or being written; 0 without one.
+        self.newest = 0
+        # Step of the checkpoint that is being written.
+        self._step: int | None = None
+        # Folder of the newest shards: checkpoints/<step>/model.
+        self._folder = Path()
+        # Seconds that the slowest rank spent writing (rank 0).
+        self._slowest = 0.0
 
     @property
     def is_writing(self) -> bool:
@@ -72,14 +78,14 @@ class Checkpointer:
         """Save `step`. A checkpoint that is still being written is completed first.
 
         Returns:
-            The seconds that this earlier one took, as `poll` does.
+            The seconds that the earlier checkpoint took, as in `poll`.
         """
         seconds = self._wait()
         folder = self._sync.broadcast(
             "opening a checkpoint", lambda: str(on_rank0(self._rank0).begin_checkpoint(step))
         )
         self._folder = folder_inside([self._checkpoints], folder)
-        with self._naming_what_is_intact(step):
+        with self._naming_intact_checkpoint(step):
             if in_background:
                 self._backend.start_save(self._folder)
             else:
@@ -92,7 +98,7 @@ class Checkpointer:
         return seconds
 
     def save_before_failing(self, step: int) -> str:
-        """Save the last trained step, unless it is saved. Returns what to tell the user."""
+        """Save the last trained step, unless it is saved. Returns the advice for the user."""
         if step == self.newest:
             self._wait()
         else:
@@ -107,8 +113,8 @@ class Checkpointer:
         """Commit the checkpoint that is being written, if every rank has written it.
 
         Returns:
-            The seconds of the slowest rank (on rank 0). None if nothing is being written, or not
-            all ranks have finished.
+            On rank 0, the seconds of the slowest rank. None if nothing is being written, or some
+            rank has not finished.
 
         Raises:
             RunFailed: a rank could not write.
@@ -123,7 +129,7 @@ class Checkpointer:
             return None
         step = self._step
         self._step = None
-        with self._naming_what_is_intact(step):
+        with self._naming_intact_checkpoint(step):
             self._backend.finish_save()
         self._commit(step)
         return self._slowest
@@ -140,14 +146,14 @@ class Checkpointer:
         return self.poll()
 
     def _progress(self) -> str:
-        """Report to rank 0 how far this rank is."""
+        """Return this rank's progress as a report to rank 0."""
         try:
             return json.dumps({"seconds": self._backend.save_seconds()})
         except RunFailed as error:
             return json.dumps({"error": str(error)})
 
     def _decide(self, reports: Sequence[str]) -> str:
-        """Return `COMMIT` or `WAIT` from every rank's report (rank 0).
+        """Return `COMMIT` or `WAIT`, given the reports of all ranks (rank 0).
 
         Raises:
             RunFailed: a rank could not write.
@@ -167,15 +173,15 @@ class Checkpointer:
         )
 
     @contextmanager
-    def _naming_what_is_intact(self, step: int) -> Iterator[None]:
-        """Around the writing of shards: any rank may be the first to report a failure."""
+    def _naming_intact_checkpoint(self, step: int) -> Iterator[None]:
+        """Add the intact checkpoint to the errors of writing shards; any rank may fail first."""
         try:
             yield
         except RunFailed as error:
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: RunFailed) -> RunFailed:
-        """Make the error to raise. Rank 0 also deletes what was written of `step`."""
+        """Return the error to raise. Rank 0 also deletes the files written for `step`."""
         failure = write_failure(self._folder.parents[1], step, error)
         if self._rank0 is not None:
             self._rank0.checkpoints.abort(step)

@@ -1,7 +1,7 @@
 """Credit assignment on rank 0: KL, advantages and loss weights, between rollouts and optimizer.
 
-All of it works on the whole batch, on compact vectors of trainable tokens: no ranks, masks or
-padding appear here.
+It works on the whole batch, on compact vectors of trainable tokens, without ranks, masks or
+padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlcore.trainer.objective import Objective, rules_of
 
 
 class CreditAssignment:
-    """Says which scoring passes a step needs, and turns their results into credit."""
+    """Names the scoring passes that a step needs, and turns their results into credit."""
 
     def __init__(self, config: Config, objective: Objective) -> None:
         self.config = config
@@ -52,7 +52,7 @@ class CreditAssignment:
             loss_needs=loss.needs,
             whole_step_loss=loss.has_batch_stats,
         )
-        # the columns of `reward_parts`; empty where the estimator does not look at them
+        # The columns of `reward_parts`; empty if the estimator does not read them.
         self.reward_parts = [*config.reward.parts] if "reward_parts" in self.estimator.takes else []
         self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
         self.normalization = algorithm.normalize_advantages or estimator_plugin(name).normalization
@@ -64,8 +64,8 @@ class CreditAssignment:
 
         Raises:
             EmptyBatch: no sequence of the batch has a trainable token.
-            RunFailed: the estimator broke a rule (it wrote into its inputs, returned a wrong shape,
-                a number that is not finite, or no targets for the critic).
+            RunFailed: the estimator broke a rule: it modified its inputs, or returned a wrong
+                shape, a non-finite number, or no targets for the critic.
         """
         if batch.num_trainable == 0:
             raise EmptyBatch(
@@ -93,8 +93,8 @@ class CreditAssignment:
     def advantages(self, batch: RolloutBatch) -> Advantages:
         """Run the estimator on the scores in `batch.vectors` and normalise its advantages.
 
-        Where the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]`; nothing
-        changes it later. Raises RunFailed as `assign` does.
+        If the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]` and never
+        modified afterwards. Raises RunFailed as `assign` does.
         """
         vectors = batch.vectors
         if "logprobs" in vectors and "ref_logprobs" in vectors:
@@ -113,7 +113,7 @@ class CreditAssignment:
         if self.passes.critic and result.returns is None:
             raise RunFailed(
                 f"algorithm.estimator: {self.estimator.name!r} needs values but returned no"
-                " returns, which are what the critic learns: return Advantages(advantages,"
+                " returns, the targets of the critic: return Advantages(advantages,"
                 " returns)"
             )
         normalized = normalize_advantages(
@@ -122,9 +122,9 @@ class CreditAssignment:
         return replace(result, advantages=normalized)
 
     def _set_correction(self, batch: RolloutBatch) -> None:
-        """Store the factor that the correction gives each token, where it is known by now.
+        """Store the correction factor of each token if it can be computed already.
 
-        The ranks compute their own; this one is for the record of the step.
+        The ranks compute their own factors; this copy is for the step's record.
         """
         correction = self.objective.correction
         vectors = batch.vectors
@@ -135,7 +135,7 @@ class CreditAssignment:
             batch.set("correction", found.weights * found.keep)
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
-        """Return the loss weight of each token within its optimizer step; 0 for a token too old."""
+        """Return each token's loss weight within its optimizer step; 0 if the token is too old."""
         loss = self.config.algorithm.loss
         per_rollout = per_rollout_loss(self.config)
         weights = torch.zeros(batch.num_trainable)
@@ -161,7 +161,7 @@ class CreditAssignment:
     def _batch_stats(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
-        """Return the loss's statistics of each optimizer step: `batch_stats/<minibatch>/<name>`."""
+        """Return the loss statistics of each optimizer step: `batch_stats/<minibatch>/<name>`."""
         if not self.objective.loss.has_batch_stats:
             return {}
         stats: dict[str, Tensor] = {}
@@ -180,9 +180,10 @@ def fields_of(
     batch: RolloutBatch,
     takes: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the vectors of the batch that are fields of `record`.
+    """Return the batch vectors that are fields of `record`.
 
-    The versions are there only if `takes` has them: 8 bytes a token, which few algorithms read.
+    Versions are included only if `takes` names them: they take 8 bytes a token, and few algorithms
+    read them.
     """
     names = [field.name for field in fields(record)]
     found = {name: batch.vectors[name] for name in names if name in batch.vectors}

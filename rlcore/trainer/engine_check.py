@@ -1,4 +1,4 @@
-"""A check that engines sample from the trained policy: their log-probs against the trainer's."""
+"""Checks that engines sample from the trained policy, by comparing log-probs with the trainer's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlcore.config.derived import generates
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
 
-PASS = "checked_"  # prefix of what a pass computed for this check alone
-# nats, mean over tokens: well above rounding, well below what the causes below produce
+PASS = "checked_"  # prefix of vectors computed for this check alone
+# Mean difference in nats: well above rounding, well below what the causes below produce.
 LIMITS = {"fp32": 1e-3, "bf16": 0.1, "fp8": 0.2}
 
 CAUSES = (
@@ -28,8 +28,8 @@ CAUSES = (
 class EngineCheck:
     """Compares log-probs at the first step of a process, before it trains, and then periodically.
 
-    Only tokens made by the weights that are about to be trained count: older tokens may differ.
-    Without such tokens, as may happen with asynchronous generation, nothing is compared.
+    Only tokens made by the weights that are about to be trained count, since older tokens may
+    differ. Asynchronous generation may leave no such tokens; then nothing is compared.
     """
 
     def __init__(self, limit: float, every: int, kind: str) -> None:
@@ -40,7 +40,7 @@ class EngineCheck:
 
     @classmethod
     def of(cls, config: Config) -> EngineCheck | None:
-        """Make it from `rollout.engine`; None if nothing generates or `logprobs_every` is 0."""
+        """Build the check from `rollout.engine`; None if disabled or nothing generates."""
         engine = config.rollout.engine
         if not generates(config) or not engine.logprobs_every:
             return None
@@ -49,13 +49,13 @@ class EngineCheck:
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is compared. The first step that is asked for always is."""
+        """Whether `step` is compared. The first step asked about is always compared."""
         if self._first is None:
             self._first = step
         return self.is_first(step) or step % self.every == 0
 
     def is_first(self, step: int) -> bool:
-        """Whether it is the first step after a start or a resume."""
+        """Whether `step` is the first one after a start or a resume."""
         return step == self._first
 
     def compare(
@@ -64,12 +64,12 @@ class EngineCheck:
         """Compare each engine's mean difference with the limit.
 
         Args:
-            samples: those of the batch, in its order.
-            engines: draw -> the engine that made its samples; {} if that is unknown.
+            samples: the samples of the batch, in batch order.
+            engines: draw -> engine that made its samples; {} if unknown.
 
         Returns:
-            The metrics of the difference ({} without a token of the batch's version), and what is
-            wrong ("" for nothing).
+            The metrics of the difference ({} if no token has the batch's version), and a
+            description of what is wrong ("" if nothing is).
         """
         vectors = batch.vectors
         trainer = vectors["logprobs" if "logprobs" in vectors else f"{PASS}logprobs"]
@@ -87,7 +87,8 @@ class EngineCheck:
             batch.cu_seqlens,
             [engines.get(sample.draw, self.kind) for sample in samples],
         )
-        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}  # NaN too
+        # `not <=` also catches NaN.
+        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}
         if not wrong:
             return metrics, ""
         worst = samples[int(torch.searchsorted(batch.cu_seqlens, gaps.argmax(), right=True)) - 1]
@@ -104,7 +105,7 @@ class EngineCheck:
     def _means(
         self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]
     ) -> dict[str, float]:
-        """Return the mean gap over each engine's current tokens, if it made any."""
+        """Return the mean gap over the current tokens of each engine that made any."""
         totals: dict[str, float] = {}
         counts: Counter[str] = Counter()
         per_sequence = zip(

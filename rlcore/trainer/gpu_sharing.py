@@ -6,9 +6,9 @@
       |                                        v   v restore weights
       +------ offload, restore the rest ------- HANDOVER
 
-At most one side has all its memory on the device. In a handover the engines have their weights
-alone, to be written to, and the trainer has all that a checkpoint holds. A phase begins when it is
-needed and not before: a checkpoint right after a publication moves nothing.
+At most one side has all its memory on the device. During a handover the engines hold only their
+weights, as write targets, and the trainer holds everything that a checkpoint needs. A phase begins
+only when it is needed: a checkpoint right after a publication moves nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlcore.trainer.rank_sync import RankSync, on_rank0
 
 
 class GpuPhase(str, Enum):
-    """Which side has the GPUs."""
+    """The side that has the GPUs."""
 
     # The engines have weights and caches; the trainer is offloaded to host memory.
     GENERATING = "generating"
-    # The trainer is on the device; the engines have nothing there, not even their weights.
+    # The trainer is on the device; the engines hold nothing there, not even weights.
     TRAINING = "training"
     # The trainer is on the device; the engines have their weights.
     HANDOVER = "handover"
@@ -39,11 +39,11 @@ WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 class GpuSharing:
     """Shares the GPUs. Every rank has one; all call `switch_to` in the same order.
 
-    The first phase is GENERATING: the trainer is offloaded at once. The engines may start when
-    every rank has made this object.
+    The first phase is GENERATING: construction offloads the trainer. Engines may start once every
+    rank has constructed this object.
 
     Args:
-        memory: on rank 0.
+        memory: given on rank 0 only.
         timeout_s: how long one side waits for the other.
     """
 
@@ -63,23 +63,23 @@ class GpuSharing:
         backend.offload()
 
     def switch_to(self, phase: GpuPhase) -> None:
-        """Begin `phase`; nothing moves if it is the present one.
+        """Begin `phase`; nothing moves if it is the current phase.
 
         Raises:
-            ValueError: a defect of ours: engines would generate although nothing was published
-                since they gave their weights back.
+            ValueError: an internal error: engines would generate although nothing was published
+                since they released their weights.
         """
         if phase is self.phase:
             return
         self._change_to(phase)
         if phase is GpuPhase.HANDOVER and not self._an_engine_runs():
-            # Engines start again only while the trainer is offloaded. If none does, the
-            # publication that follows reports it.
+            # Engines restart only while the trainer is offloaded. If none does, the
+            # next publication reports it.
             self._change_to(GpuPhase.GENERATING)
             self._change_to(GpuPhase.HANDOVER)
 
     def _change_to(self, phase: GpuPhase) -> None:
-        """Move memory. All ranks have given it back before an engine takes it."""
+        """Move memory. All ranks release theirs before an engine takes it."""
         match self.phase, phase:
             case GpuPhase.GENERATING, GpuPhase.TRAINING:
                 self._move_engines("release", (*CACHES, *WEIGHTS))
@@ -102,7 +102,7 @@ class GpuSharing:
     def _move_engines(
         self, action: Literal["release", "restore"], tags: tuple[MemoryTag, ...]
     ) -> None:
-        """Let the engines, which are idle and stay so, give memory back or take it again."""
+        """Let the engines, which stay idle throughout, release or reclaim memory."""
         self._sync.run_on_rank0(
             f"the engines to {action} {' and '.join(tags)}",
             lambda: getattr(on_rank0(self._memory), action)(tags),

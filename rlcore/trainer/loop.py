@@ -1,6 +1,6 @@
 """The training loop. Every rank runs it.
 
-Rollouts, the disk and the trackers are met on rank 0 alone, through `RankZero`.
+Only rank 0 handles rollouts, the disk and the trackers, through `RankZero`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """The parts of a run, as one rank sees them."""
+    """The parts of a run, as seen by one rank."""
 
     config: Config
     sync: RankSync
@@ -49,8 +49,8 @@ class Trainer:
     sharing: GpuSharing | None = None  # None: the engines, if any, have GPUs of their own
     replay_from: Path | None = None  # the shards that a replay starts from
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, since the last log row
-    # Why the run cannot go on, though it can be saved: no engine is left, or too many rollouts or
-    # rewards fail. The same on every rank; "" while there is no such reason.
+    # Why the run must stop, although it can still be saved: no engine is left, or too many rollouts
+    # or rewards fail. The same on every rank; "" as long as the run can continue.
     stop_reason: str = ""
     start_s: float | None = field(init=False, default=None)  # until the first publication
     checkpoints: Path = field(init=False)
@@ -79,7 +79,8 @@ class Trainer:
             self.find_best(0)
             self.end_row(0)
         self.seconds = {}
-        RECORDER.drop()  # the publication of a resumed run is of no step
+        # The publication of a resumed run belongs to no step.
+        RECORDER.drop()
         self.record_start()
         while status == CONTINUE and not self.stop_reason:
             with self.clock("step"):
@@ -111,10 +112,10 @@ class Trainer:
             self.save_and_fail(step, status)
         return Outcome(cast(Status, status), step)
 
-    # --- its parts --------------------------------------------------------------------------------
+    # --- phases of a step -------------------------------------------------------------------------
 
     def load_rollouts(self, step: int) -> RolloutBatch | None:
-        """Lay the samples of the step out over the ranks. Returns the whole batch on rank 0."""
+        """Distribute the samples of the step over the ranks. Returns the whole batch on rank 0."""
         self.switch_to(GpuPhase.GENERATING)
         with self.clock("generation"):
             self.wait_for_engines(
@@ -140,7 +141,7 @@ class Trainer:
         return batch
 
     def score(self, step: int, batch: RolloutBatch | None) -> None:
-        """Run the scoring passes that the update needs, and no others."""
+        """Run the scoring passes that the update needs."""
         with self.clock("logprobs"):
             if self.credit.passes.policy:
                 put(batch, self.backend.score("policy", entropy=True))
@@ -165,7 +166,7 @@ class Trainer:
             return self.sync.run_on_rank0("the advantages", assign)
 
     def update(self, step: int, credit: dict[str, Tensor] | None) -> list[UpdateResult]:
-        """Hand the credit to the ranks and take epochs x mini-batches optimizer steps.
+        """Send the credit to the ranks and take epochs x mini-batches optimizer steps.
 
         `training.max_update_kl` ends them early, on all ranks alike.
         """
@@ -189,15 +190,15 @@ class Trainer:
         return results
 
     def measure_distance(self, updates: list[UpdateResult]) -> None:
-        """Add the distance that the step moved the policy to the metrics of its last update."""
+        """Add the distance that the policy moved in this step to the last update's metrics."""
         if updates and not self.config.is_sft:
             with self.clock("logprobs"):
                 updates[-1].moments.merge(self.backend.step_distance())
 
     def record_updates(self, batch: RolloutBatch | None, updates: list[UpdateResult]) -> None:
-        """Gather what the updates did to each token, where the step is recorded.
+        """Gather each token's results of the updates, if the step is recorded.
 
-        A step that compares the policy with itself alone has nothing to tell.
+        A step that only compares the policy with itself has nothing to record.
         """
         config = self.config
         compares = self.credit.passes.policy or config.algorithm.old_logprobs == "rollout"
@@ -213,7 +214,7 @@ class Trainer:
                 self.stop_reason = self.publisher.publish(step)
 
     def evaluate(self, step: int, *, ended: bool = False) -> None:
-        """Score the sets of held-out prompts that are due, with the weights after `step`."""
+        """Score the held-out prompt sets that are due, with the weights after `step`."""
         due = sets_due(self.config, step, ended=ended)
         if not due or self.publisher is None or self.stop_reason:
             return
@@ -224,7 +225,7 @@ class Trainer:
             )
 
     def find_best(self, step: int) -> bool:
-        """Whether the evaluation after `step` is the best so far, so that its weights are kept."""
+        """Whether the evaluation after `step` is the best so far; its weights are then kept."""
         if self.config.checkpoint.best is None:
             return False
         answer = self.sync.broadcast(
@@ -234,11 +235,11 @@ class Trainer:
         return bool(answer)
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
-        """Wait for generation on rank 0, and bring the weights to engines that restarted meanwhile.
+        """Wait for generation on rank 0, and send the weights to engines that restarted meanwhile.
 
         Args:
-            wait: answers `READY`, `CATCH_UP` if a restarted engine needs the weights, or why the
-                run cannot go on.
+            wait: returns `READY`, `CATCH_UP` if a restarted engine needs the weights, or the reason
+                why the run must stop.
         """
         limit = self.config.rollout.timeout_s + STEP_GRACE_S
         while (answer := self.sync.broadcast(what, wait, timeout_s=limit)) == CATCH_UP:
@@ -251,11 +252,11 @@ class Trainer:
         self.stop_reason = "" if answer == READY else answer
 
     def save_and_fail(self, step: int, status: str) -> None:
-        """Save what was trained, then fail. A run that is complete gets a warning instead."""
+        """Save the trained state, then fail. A completed run gets a warning instead."""
         reason = self.stop_reason
         if status in FINISHED and not sets_due(self.config, step, ended=True):
             note = f"WARNING no engine has the weights of step {step}, the last: {reason}"
-            self.sync.run_on_rank0("a last word", lambda: on_rank0(self.rank0).tracker.note(note))
+            self.sync.run_on_rank0("the warning", lambda: on_rank0(self.rank0).tracker.note(note))
             return
         self.switch_to(GpuPhase.HANDOVER)
         saved = self.checkpointer.save_before_failing(step)
@@ -263,10 +264,10 @@ class Trainer:
         def fail() -> None:
             raise RunFailed(f"{reason}; {saved}")
 
-        self.sync.run_on_rank0("the end of a run that cannot go on", fail)
+        self.sync.run_on_rank0("the end of a run that must stop", fail)
 
     def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
-        """Measure the step. Returns `CONTINUE`, or the status that the run ends with."""
+        """Measure the step. Returns `CONTINUE`, or the status that ends the run."""
         self.sync.announce_interrupt()
         return self.sync.broadcast(
             f"the end of step {step}",
@@ -281,12 +282,12 @@ class Trainer:
             )
 
     def end_row(self, step: int) -> None:
-        """Begin the times of the next row, in metrics and timeline alike."""
+        """Start the times of the next row, in both metrics and timeline."""
         self.seconds = {}
         RECORDER.flush(step)
 
     def end_start(self) -> None:
-        """Say how long the start took until here, and which phases it had."""
+        """Log how long the start took, by phase."""
         self.start_s = START.finish()
         if self.start_s is None:
             return
@@ -297,7 +298,7 @@ class Trainer:
             self.rank0.tracker.note(line)
 
     def record_start(self) -> None:
-        """Count the start in the first row, and put its phases into the timeline."""
+        """Count the start in the first row, and add its phases to the timeline."""
         if self.start_s is None:
             return
         self.seconds["start"] = self.start_s
@@ -311,13 +312,13 @@ class Trainer:
             self.count_write(self.checkpointer.save(step, in_background=in_background))
 
     def poll_checkpoint(self) -> None:
-        """Commit the checkpoint that is written in the background, if every rank has finished."""
+        """Commit the background checkpoint, if every rank has finished writing."""
         if self.checkpointer.is_writing:
             with self.clock("checkpoint"):
                 self.count_write(self.checkpointer.poll())
 
     def count_write(self, seconds: float | None) -> None:
-        """Add the time that a checkpoint in the background took, once it is known."""
+        """Add the time that a background checkpoint took, once it is known."""
         if seconds is not None:
             self.seconds["checkpoint_write"] = self.seconds.get("checkpoint_write", 0.0) + seconds
 
@@ -325,8 +326,8 @@ class Trainer:
         """Load the newest whole checkpoint, if there is one.
 
         Returns:
-            The step to continue after (0 without a checkpoint), and `CONTINUE` or the status of a
-            run that has no step left to train.
+            The step to continue after (0 without a checkpoint), and `CONTINUE`, or the final status
+            if no step is left to train.
         """
         folder = self.sync.broadcast(
             "looking for a checkpoint", lambda: on_rank0(self.rank0).restore()
@@ -335,14 +336,14 @@ class Trainer:
             given = [] if self.replay_from is None else [self.replay_from]
             with START.phase("checkpoint"):
                 self.backend.load(folder_inside([self.checkpoints, *given], folder))
-        # Records of later steps are deleted only now, when nothing can be refused any more.
-        step, status = self.sync.broadcast("going on", lambda: on_rank0(self.rank0).begin()).split()
-        # Without a checkpoint the evaluation before training, step 0, comes again too.
+        # Delete the records of later steps only now, when nothing can be refused any more.
+        step, status = self.sync.broadcast("resuming", lambda: on_rank0(self.rank0).begin()).split()
+        # Without a checkpoint the evaluation before training, step 0, runs again too.
         RECORDER.begin(int(step) or -1)
         self.checkpointer.newest = int(step)
         return int(step), status
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     @property
     def version(self) -> int | None:
@@ -350,7 +351,7 @@ class Trainer:
         return None if self.publisher is None else self.publisher.version
 
     def switch_to(self, phase: GpuPhase) -> None:
-        """Give the GPUs to `phase`, where trainer and engines share them."""
+        """Give the GPUs to `phase`, if trainer and engines share them."""
         if self.sharing is not None:
             with self.clock("handover"):
                 self.sharing.switch_to(phase)

@@ -31,14 +31,14 @@ READ_BY = {
 
 
 class Objective:
-    """The quantity that is minimised, per token and unreduced:
+    """The minimised quantity, per token and unreduced:
 
         correction weight * loss(inputs) + kl_coef * KL(policy || reference)
             - entropy_coef * entropy
 
-    It is 0 for a token that the correction drops. Every term goes through the same loss weights,
-    which were fixed from the whole optimizer step: no split can change the gradient, and no dropped
-    token a denominator.
+    It is 0 for a token that the correction drops. All terms use the same loss weights, which are
+    fixed from the whole optimizer step, so the gradient depends neither on how the step is split
+    nor on dropped tokens in a denominator.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -58,24 +58,26 @@ class Objective:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         """Compute the objective.
 
-        The metrics are those of loss and correction, and the policy's distances to itself before
-        the step, to reference and engine.
+        The metrics are those of loss and correction, and the distances of the policy to itself
+        before the step, to the reference, and to the engine.
 
         Raises:
-            RunFailed: the loss broke a rule: it wrote into its inputs, or returned a wrong shape.
+            RunFailed: the loss broke a rule: it modified its inputs or returned a wrong shape.
         """
         with rules_of("algorithm.loss"):
             out = self.loss(inputs)
         policy = out.per_token
         others = self._regularisers(inputs)
         metrics = {**out.metrics, **self._distances(inputs)}
-        if not self.is_sft and "approxkl" not in metrics:  # training.max_update_kl limits it
+        # `training.max_update_kl` compares this metric with its limit.
+        if not self.is_sft and "approxkl" not in metrics:
             metrics["approxkl"] = approx_kl(inputs.logprobs.detach(), inputs.old_logprobs, "k2")
         if self.correction is not None:
             found = self.correction(
                 inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens
             )
-            policy = found.weights * policy  # 0 where the correction drops the token
+            # The weight is 0 where the correction drops the token.
+            policy = found.weights * policy
             others = None if others is None else found.keep * others
             metrics |= found.metrics
         if inputs.weights is not None:
@@ -85,7 +87,7 @@ class Objective:
         )
 
     def _regularisers(self, inputs: PolicyLossInputs) -> Tensor | None:
-        """Return the sum of KL term and entropy bonus, [M]; None without either."""
+        """Return the sum of KL term and entropy bonus, [M]; None if neither is configured."""
         terms: list[Tensor] = []
         if self.kl_coef:
             old = inputs.old_logprobs if self.kl_unbiased else None
@@ -98,7 +100,7 @@ class Objective:
         return sum(terms[1:], terms[0]) if terms else None
 
     def _distances(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Measure the present policy against the reference and the engine, if they are given."""
+        """Measure the distance of the current policy to the reference and the engine, if given."""
         logprobs = inputs.logprobs.detach()
         metrics = dict[str, Tensor]()
         if inputs.ref_logprobs is not None:
@@ -110,7 +112,7 @@ class Objective:
 
 
 def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
-    """Return a field that the objective reads, or raise ValueError naming its config key."""
+    """Return a field that the objective reads. Raises ValueError that names its config key."""
     value: Tensor | None = getattr(inputs, name)
     if value is None:
         raise ValueError(f"{READ_BY[name]}, but the inputs have no {name}")
@@ -119,7 +121,7 @@ def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
 
 @contextmanager
 def rules_of(key: str) -> Iterator[None]:
-    """Turn a plugin's broken rule into RunFailed, in one line that begins with its config key."""
+    """Turn a rule broken by a plugin into a one-line RunFailed that begins with its config key."""
     try:
         yield
     except AlgorithmError as error:

@@ -36,8 +36,8 @@ from rlcore.trainer.step_metrics import Utilization, step_metrics
 CONTINUE = "continue"
 READY = "ready"  # the rollouts are there
 CATCH_UP = "catch up"  # an engine that was started again needs the weights first
-FINISHED = ("completed", "early_stopped")  # the ends that count as a success
-NO_CHECKPOINT = "WARNING no checkpoint to resume from (checkpoint.every): the run begins anew"
+FINISHED = ("completed", "early_stopped")  # the statuses that count as a success
+NO_CHECKPOINT = "WARNING no checkpoint to resume from (checkpoint.every): the run starts over"
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop after a step whose `objective/kl` is strictly above `target_kl` (nats a sequence)."""
+    """Stops after a step whose `objective/kl` exceeds `target_kl` (nats a sequence)."""
 
     target_kl: float
 
     @classmethod
     def of(cls, training: TrainingConfig) -> EarlyStopping | None:
-        """Make it from `training.early_stopping`; None unless that is armed."""
+        """Build it from `training.early_stopping`; None unless that is armed."""
         if not training.early_stopping or not training.target_kl:
             return None
         return cls(training.target_kl)
 
     def trips(self, kl: float | None) -> bool:
-        """Whether a step with this `objective/kl`, if it has one, is the last.
+        """Whether training ends after a step with this `objective/kl`, if the step has one.
 
         Raises:
             RunFailed: the KL is not a number.
@@ -78,12 +78,12 @@ class EarlyStopping:
 
     @property
     def armed(self) -> str:
-        """The line that says at the start of a run that early stopping is on."""
+        """The log line that announces at the start of a run that early stopping is on."""
         limit = f"objective/kl above training.target_kl {self.target_kl:g}"
         return f"early stopping is armed: {limit} ends the run after that step"
 
     def tripped(self, step: int, kl: float) -> str:
-        """Return the line that says why the run stops."""
+        """Return the log line that explains why the run stops."""
         return (
             f"early stopping: objective/kl {kl:.6g} of step {step} is above training.target_kl"
             f" {self.target_kl:g}; the model is saved and the run ends as a success"
@@ -95,12 +95,12 @@ class RankZero:
 
     Args:
         interrupted: whether the run was asked to end.
-        newest_version: returns the newest version of the weights that a publication has taken.
-        resume_from: the checkpoint from which the run goes on.
-        replay_from: the shards that a replay starts from (`training.replay_from`), optimizer
-            included.
-        origins: where each value of the configuration came from.
-        utilization: measures `perf/mfu`; None if the peak of the GPUs is not known.
+        newest_version: returns the newest version that a publication has taken.
+        resume_from: the checkpoint from which the run continues.
+        replay_from: the shards, optimizer included, that a replay starts from
+            (`training.replay_from`).
+        origins: where each configuration value came from.
+        utilization: measures `perf/mfu`; None if the peak of the GPUs is unknown.
     """
 
     def __init__(
@@ -138,20 +138,25 @@ class RankZero:
         self.episodes = 0
         self.minibatches: list[list[int]] = []
         self.plans: Sequence[MinibatchPlan] = ()
-        self.metrics: dict[str, float] = {}  # of the current step
-        self.reason: dict[str, Any] = {}  # why an early stop happened, for result.json
-        self._compared: dict[str, float] = {}  # engine against trainer, if this step was compared
+        # Metrics of the current step.
+        self.metrics: dict[str, float] = {}
+        # Why the run stopped early, for result.json.
+        self.reason: dict[str, Any] = {}
+        # Differences between engine and trainer, if this step was compared.
+        self._compared: dict[str, float] = {}
         self._resume_from = resume_from
         self._replay_from = replay_from
         self._origins = origins
         self._rollouts: StepRollouts | None = None
         self._batch: RolloutBatch | None = None
-        self._version: int | None = None  # of the weights that are trained on `_batch`
+        # Version of the weights that are trained on `_batch`.
+        self._version: int | None = None
         self._evaluation: dict[str, float] = {}
         self._evaluated: list[Sample] = []
         self._scored_sets: Sequence[str] = ()
         self.best: Best | None = None
-        self._seconds_before = 0.0  # in earlier processes of this run
+        # Seconds spent in earlier processes of this run.
+        self._seconds_before = 0.0
         self._began = time.monotonic()
 
     # --- batches ----------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ class RankZero:
         """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why there will be none."""
         try:
             found = self.source.next_step(step)
-        # recovery: the trainer saves what it has, then stops
+        # recovery: the trainer saves its state, then stops
         except (EngineFailed, TooManyFailed) as error:
             return str(error)
         if found is None:
@@ -169,10 +174,11 @@ class RankZero:
         return READY
 
     def evaluate(self, sets: Sequence[str]) -> str:
-        """Score held-out prompts for the next row of the log. Returns as `generate` does."""
+        """Score held-out prompts for the next log row. Returns as `generate` does."""
         try:
             found = self.source.evaluate(sets)
-        except (EngineFailed, TooManyFailed) as error:  # recovery: as above
+        except (EngineFailed, TooManyFailed) as error:
+            # recovery: as above
             return str(error)
         if found is None:
             return CATCH_UP
@@ -191,7 +197,8 @@ class RankZero:
         batch.version = self._version
         batch.lend_arrays(rollouts.samples)
         if self.config.is_sft:
-            del batch.vectors["rollout_logprobs"]  # no engine made these tokens
+            # No engine made these tokens.
+            del batch.vectors["rollout_logprobs"]
             batch.versions = None
         trained_step = rollouts.recorded_step or step
         if rollouts.policy_steps and batch.versions is not None:
@@ -209,8 +216,8 @@ class RankZero:
         """Compare log-probs of engine and trainer, if `check` is due at this step.
 
         Raises:
-            RunFailed: they differ by more than `rollout.engine.max_logprob_diff` at the first step.
-                At a later step this is a warning.
+            RunFailed: at the first step they differ by more than `rollout.engine.max_logprob_diff`.
+                At later steps this is a warning.
         """
         assert self._rollouts is not None
         self._compared = {}
@@ -224,7 +231,7 @@ class RankZero:
         if trouble:
             self.tracker.note(f"WARNING step {step}: {trouble}")
 
-    # --- the decision and the log -----------------------------------------------------------------
+    # --- decision and log -------------------------------------------------------------------------
 
     def end_step(
         self,
@@ -233,7 +240,7 @@ class RankZero:
         updates: Sequence[UpdateResult],
         seconds: Mapping[str, float],
     ) -> str:
-        """Measure `step`. Returns `CONTINUE`, or the status that the run ends with.
+        """Measure `step`. Returns `CONTINUE`, or the status that ends the run.
 
         Raises:
             RunFailed: early stopping is armed and the KL is not a number; the step is in the log.
@@ -261,7 +268,7 @@ class RankZero:
         return "interrupted" if status == CONTINUE and self.interrupted() else status
 
     def _status(self, kl: float | None) -> str:
-        """Decide after a step with this `objective/kl`."""
+        """Return the status after a step with this `objective/kl`."""
         early = self.early_stopping
         if early is not None and kl is not None and early.trips(kl):
             self.reason = {"objective_kl": kl, "target_kl": early.target_kl}
@@ -346,7 +353,7 @@ class RankZero:
         return True
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Write the present state of rank 0. Returns an empty folder for the ranks' shards."""
+        """Write the current state of rank 0. Returns an empty folder for the ranks' shards."""
         assert self._rollouts is not None
         folder = self.checkpoints.begin(step) / "model"
         self.checkpoints.write_state(
@@ -360,13 +367,14 @@ class RankZero:
                 "source": self.source.snapshot(),
                 "tracker": self.tracker.state(),
                 "best": None if self.best is None else asdict(self.best),
-                "rng": rng_state(),  # of this rank: estimators, workflows and filters run here
+                # Of this rank, which runs estimators, workflows and filters.
+                "rng": rng_state(),
             },
         )
         return folder
 
     def commit_checkpoint(self, step: int) -> None:
-        """Make the checkpoint count, once all samples up to it are recorded."""
+        """Commit the checkpoint of `step`, once all samples up to it are recorded."""
         self.recorder.finish()
         self.checkpoints.commit(step)
 
@@ -374,7 +382,7 @@ class RankZero:
         """Restore rank 0's state from the checkpoint, if there is one.
 
         Returns:
-            The folder of the shards to load before training, "" for none.
+            The folder of the shards to load before training; "" if there is none.
         """
         found = self._resume_from
         self.source.restore(None if found is None else found.state["source"])
@@ -386,19 +394,19 @@ class RankZero:
         return str(found.model)
 
     def begin(self) -> str:
-        """Delete what the run's folder holds of later steps, once everything is loaded.
+        """Delete the files of later steps from the run's folder, once everything is loaded.
 
         Returns:
             "STEP STATUS". The status is `CONTINUE`, unless a kill came between the last checkpoint
-            and the result: then no step is left to train.
+            and the result; then no step is left to train.
         """
         found = self._resume_from
-        # Without a checkpoint the evaluation before training, step 0, comes again too.
+        # Without a checkpoint the evaluation before training, step 0, runs again too.
         lost = MetricsFile(self.directory.metrics_path).rewind(-1 if found is None else self.step)
         if lost and found is None:
             self.tracker.note(f"{NO_CHECKPOINT}, and {lost} rows of its log are deleted")
         self.recorder.begin(self.step)
-        # After the samples: recorded samples of a draw that the ledger lacks are a contradiction.
+        # Only after the samples: recorded samples of a draw that the ledger lacks contradict it.
         self.source.keep_ledger(self.directory.ledger_path)
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -413,7 +421,7 @@ class RankZero:
         return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
     def _restore_best(self, found: Checkpoint) -> None:
-        """Go back to the best of that time, unless it was deleted or chosen by another metric."""
+        """Restore the best checkpoint of that time, unless it is deleted or used another metric."""
         wanted = self.config.checkpoint.best
         best = best_of(found.state)
         same = wanted and best and (best.metric, best.mode) == (wanted.metric, wanted.mode)
@@ -431,10 +439,11 @@ class RankZero:
     def conclude(self, status: Status, *, reason: str = "") -> None:
         """Write `result.json` and show a summary of the run.
 
-        All samples are on the disk first. Of a run that failed they come last, as they may not.
+        All samples are written to disk first; after a failure they come last, since writing may
+        fail.
 
         Args:
-            reason: why it failed, which no later error may hide.
+            reason: why the run failed; no later error may hide it.
         """
         if not reason:
             self.recorder.finish()

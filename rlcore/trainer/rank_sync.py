@@ -1,8 +1,8 @@
-"""Ranks agree through a key-value store, without waiting inside a collective.
+"""Agreement between ranks through a key-value store, without waiting inside a collective.
 
-Generation can take longer than any collective may, so rank 0 works alone and posts the outcome in
-the store; the other ranks poll it, each wait with a deadline. Early stopping, SIGTERM and errors
-travel the same way: all ranks leave at the same step.
+Generation can take longer than a collective may, so rank 0 works alone and posts the outcome in the
+store; the other ranks poll the store, with a deadline for each wait. Early stopping, SIGTERM and
+errors travel the same way, so all ranks leave at the same step.
 
 An error anywhere ends the run. The first rank that fails posts its failure under one key, which
 every wait reads. A rank whose collective broke because a peer is gone finds the reason there too.
@@ -27,14 +27,13 @@ from rlcore.stores import Store
 from rlcore.timeline.recorder import RECORDER, now
 
 T = TypeVar("T")
-SHORT_WAIT_S = 0.001  # a shorter one is not in the timeline
-TIDY_EVERY = 256  # keys, some 25 steps
+SHORT_WAIT_S = 0.001  # shorter waits are not in the timeline
+TIDY_EVERY = 256  # keys; about 25 steps
 POLL_S = 0.002
 POLL_MAX_S = 0.05
-POLL_RANK_S = (
-    0.0004  # longest pause for each rank: their store answers some 20,000 requests a second
-)
-MOST_DIGITS = 19  # of a number in the store
+# Longest pause for each rank: the store answers some 20,000 requests a second.
+POLL_RANK_S = 0.0004
+MAX_DIGITS = 19  # of a number in the store
 _FAILED = "failed"
 
 
@@ -53,7 +52,7 @@ class Failure:
 
 
 class PeerFailed(RunFailed):
-    """Another rank failed; the message is the one of that rank."""
+    """Another rank failed; the message is that rank's."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -61,12 +60,12 @@ class PeerFailed(RunFailed):
 
 
 def post_failure(store: Store, failure: Failure) -> None:
-    """Post what ended the run, unless a failure is posted already."""
+    """Post the failure that ended the run, unless another one was posted before."""
     store.compare_set(_FAILED, "", json.dumps(asdict(failure)))
 
 
 def read_failure(store: Store) -> Failure | None:
-    """Return the failure that was posted first, None if there is none."""
+    """Return the failure that was posted first, None without one."""
     if not store.check([_FAILED]):
         return None
     said = store.get(_FAILED)
@@ -74,22 +73,22 @@ def read_failure(store: Store) -> Failure | None:
         failure = Failure(**json.loads(said))
         if Failure.kinds != tuple(type(value) for value in vars(failure).values()):
             raise TypeError("a field of another type")
-    # somebody else wrote it: the run ends all the same, with what there is
+    # Another process wrote it. The run ends in any case; report the text that was found.
     except (ValueError, TypeError, RecursionError):
         return Failure(0, f"the run's store holds no failure of a rank: {said[:80]!r}")
     return failure
 
 
 def read_number(store: Store, key: str) -> int:
-    """Return the number under a key that is there. Raises RunFailed where it is none."""
+    """Return the number under an existing key. Raises RunFailed for any other content."""
     said = store.get(key)
-    if not (said.isdigit() and len(said) < MOST_DIGITS):
+    if not (said.isdigit() and len(said) < MAX_DIGITS):
         raise RunFailed(f"the run's store holds {said[:80]!r} under {key!r}, expected a number")
     return int(said)
 
 
 def on_rank0(value: T | None) -> T:
-    """Return what rank 0 alone holds; for work that runs there."""
+    """Return a value that only rank 0 holds; for work that runs there."""
     if value is None:
         raise AssertionError("only rank 0 holds this: use it inside RankSync.run_on_rank0")
     return value
@@ -99,7 +98,7 @@ class RankSync:
     """Agreement between ranks. Every rank has one and makes the same calls in the same order.
 
     Args:
-        timeout_s: how long a call waits for another rank, where the call gives no other limit.
+        timeout_s: how long a call waits for another rank, unless the call sets its own limit.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
@@ -107,10 +106,13 @@ class RankSync:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self.track = (f"rank {rank}", "main")  # of the timeline
-        self.doing = "starting"  # reported with each heartbeat: shows where a rank is stuck
+        # The track of the timeline.
+        self.track = (f"rank {rank}", "main")
+        # Reported with each heartbeat, to show what a rank waits for.
+        self.doing = "starting"
         self._count = 0
-        self._tidied = 0  # rank 0: the newest key that was deleted
+        # On rank 0, the number of the newest deleted key.
+        self._tidied = 0
         self._interrupted = threading.Event()
         self._longest_pause_s = max(POLL_MAX_S, POLL_RANK_S * world_size)
 
@@ -119,7 +121,7 @@ class RankSync:
     def run_on_rank0(
         self, what: str, work: Callable[[], T], *, timeout_s: float | None = None
     ) -> T | None:
-        """Run `work` on rank 0 and return its value there; the others wait for it and get None.
+        """Run `work` on rank 0 and return its value there; the others wait and get None.
 
         An exception of `work` is raised on every rank: on rank 0 itself, elsewhere as `PeerFailed`.
         """
@@ -134,7 +136,7 @@ class RankSync:
     def broadcast(
         self, what: str, work: Callable[[], str], *, timeout_s: float | None = None
     ) -> str:
-        """Run `work` on rank 0, as `run_on_rank0`, and return its string on every rank."""
+        """Run `work` on rank 0, as in `run_on_rank0`, and return its string on every rank."""
         key = self._next_key(what)
         if self.rank == 0:
             value = self._post_failure_of(work)
@@ -144,38 +146,39 @@ class RankSync:
         return self.store.get(key).decode(errors="replace")
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
-        """Hold rank 0 until every rank has come here; the others go on. Errors as in `gather`."""
+        """Hold rank 0 until every rank arrives; the others continue. Errors as in `gather`."""
         self.gather(what, "", timeout_s=timeout_s)
 
     def gather(
         self,
         what: str,
-        word: str,
+        value: str,
         *,
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> list[str]:
-        """Return every rank's word in rank order on rank 0; the others get [] at once.
+        """Return every rank's value in rank order on rank 0; the others get [] at once.
 
         Args:
-            ranks: those beside rank 0 whose words are wanted, in their order; None: all.
+            ranks: the ranks other than rank 0 to gather from, in this order; None: all.
 
         Raises:
-            UserError: a rank was given bad input (rank 0).
+            UserError: another rank got bad input (rank 0).
             PeerFailed: a rank failed otherwise.
         """
         key = self._next_key(what)
         wanted = range(1, self.world_size) if ranks is None else ranks
         if self.rank != 0:
             if self.rank in wanted:
-                self.store.set(f"{key}/{self.rank}", word)
+                self.store.set(f"{key}/{self.rank}", value)
             return []
-        words = [word]
+        values = [value]
         for rank in wanted:
             self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
-            words.append(self.store.get(f"{key}/{rank}").decode())
-            self.store.delete_key(f"{key}/{rank}")  # it may be long, and the run too
-        return words
+            values.append(self.store.get(f"{key}/{rank}").decode())
+            # The value may be long, and the store lives as long as the run.
+            self.store.delete_key(f"{key}/{rank}")
+        return values
 
     def wait_until(
         self, ready: Callable[[], bool], what: str, *, timeout_s: float | None = None
@@ -183,7 +186,7 @@ class RankSync:
         """Wait until `ready` returns True; stop when another rank fails.
 
         Raises:
-            DeadlineExceeded: naming `what`.
+            DeadlineExceeded: the wait for `what` took too long.
             UserError, PeerFailed: another rank failed meanwhile.
         """
         began = now()
@@ -213,9 +216,10 @@ class RankSync:
         return f"sync/{self._count}"
 
     def _tidy(self) -> None:
-        """Delete the keys that every rank has passed: the store lives as long as the run.
+        """Delete the keys that every rank has passed, since the store lives as long as the run.
 
-        Ranks come to the keys in one order, so who asks for this one is done with all before.
+        Ranks visit the keys in the same order, so a rank that asks for this key has finished with
+        all earlier ones.
         """
         if self.rank != 0:
             self.store.set(f"passed/{self.rank}", str(self._count - 1))
@@ -231,21 +235,22 @@ class RankSync:
     def _post_failure_of(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except BaseException as error:  # posted at once: closing what is open may take a while
+        except BaseException as error:
+            # Post at once: closing open resources may take a while.
             self.fail(error)
             raise
 
     def _wait(self, key: str, what: str, timeout_s: float | None) -> None:
         self.wait_until(lambda: self.store.check([key]), what, timeout_s=timeout_s)
 
-    # --- a clean end ------------------------------------------------------------------------------
+    # --- interruption -----------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Ask for a clean end after this step (signal handlers, any rank)."""
+        """Request a clean end after this step (signal handlers, any rank)."""
         self._interrupted.set()
 
     def announce_interrupt(self) -> None:
-        """Tell rank 0 of `interrupt`. A signal handler itself must not enter the store."""
+        """Report an `interrupt` to rank 0. The signal handler itself must not use the store."""
         if self._interrupted.is_set():
             self.store.set("interrupt", str(self.rank))
 
@@ -256,7 +261,7 @@ class RankSync:
 
     @property
     def was_signalled(self) -> bool:
-        """Whether this very process was asked to end."""
+        """Whether this process itself was asked to end."""
         return self._interrupted.is_set()
 
     # --- failures ---------------------------------------------------------------------------------
@@ -265,7 +270,8 @@ class RankSync:
         """Post the error of this rank, for the others to find."""
         if isinstance(error, PeerFailed):
             return
-        with suppress(DistError):  # the store's host may be what failed
+        # The host of the store may have failed.
+        with suppress(DistError):
             post_failure(
                 self.store,
                 Failure(
@@ -293,16 +299,18 @@ class RankSync:
         return error if failure is None or failure.rank == self.rank else self._peer_error(failure)
 
     def _peer_error(self, failure: Failure) -> RlcoreError:
-        """Make the error to raise. Bad input of a peer is bad input of the run, on rank 0."""
+        """Return the error to raise. On rank 0, bad input of a peer is bad input of the run."""
         if failure.bad_input and self.rank == 0:
             return UserError(f"rank {failure.rank}: {failure.error}")
         return PeerFailed(failure)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the message of an RlcoreError; for other errors the type, message and place."""
+    """Return the message of an RlcoreError, or the type, message and location of other errors."""
     if isinstance(error, RlcoreError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    location = (
+        f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    )
+    return f"{type(error).__name__}: {error}{location}"

@@ -1,7 +1,8 @@
-"""The trainer's side of a publication: each rank gets its orders from the engines' side, and sends.
+"""The trainer's side of a publication: each rank gets orders from the engines' side, and sends.
 
-Rank 0 calls the engines' side, brings orders and answers to and fro, and otherwise sends as every
-rank does. It learns of a failure as the result of a call, and the other ranks through the store.
+Rank 0 calls the engines' side, carries orders and answers between it and the ranks, and otherwise
+sends as every rank does. It learns of a failure from the result of a call, the other ranks from the
+store.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from rlcore.weights import Bucket
 
 @dataclass(frozen=True)
 class PublicationCalls:
-    """Rank 0's calls of the `WeightPublication` beside the engines, in whatever process that is.
+    """Rank 0's calls to the `WeightPublication` that runs in the engines' process.
 
     Args:
-        begin: begins a call of one of its methods. For "open" it replaces a lost service first.
-        limit_s: for one call. Each step has deadlines of its own; this one is for a blocked loop.
+        begin: starts a call of one of its methods. For "open" it first replaces a lost service.
+        limit_s: limit of one call. Each stage has its own deadline; this limit detects a blocked
+            loop.
     """
 
     begin: Callable[..., Future[Any]]
     limit_s: float
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a call."""
+        """Make a call and return its result."""
         return self.result(self.begin(method, *arguments))
 
     def result(self, call: Future[Any]) -> Any:
-        """Wait for a call. Raises PublicationFailed where the service is lost meanwhile."""
+        """Wait for a call. Raises PublicationFailed if the service is lost meanwhile."""
         try:
             return call.result(self.limit_s)
         except PartLost as error:
@@ -51,11 +53,11 @@ class PublicationCalls:
 
 
 class SenderRanks:
-    """A rank's part in all publications. Every rank makes one, and then the same calls.
+    """A rank's part in all publications. Every rank has one and makes the same calls.
 
     Args:
         make: makes this rank's sender for a transport.
-        calls: on rank 0.
+        calls: given on rank 0 only.
     """
 
     def __init__(
@@ -70,18 +72,18 @@ class SenderRanks:
         self._make = make
         self._calls = calls
         self._senders: dict[str, BucketSender] = {}
-        words = sync.gather("the addresses of the ranks", json.dumps(address))
-        # on rank 0
-        self.addresses = [RankAddress(*json.loads(word)) for word in words]
-        # in the current publication
+        values = sync.gather("the addresses of the ranks", json.dumps(address))
+        # Filled on rank 0 only.
+        self.addresses = [RankAddress(*json.loads(value)) for value in values]
+        # State of the current publication.
         self._number = 0
         self._sender = BucketSender()
-        # whether this rank sends
+        # Whether this rank sends.
         self._sends = False
-        # the other ranks that do, beside rank 0
+        # The sending ranks other than rank 0.
         self._others: list[int] = []
         self._gathers = False
-        # on rank 0: its own answer to its order, the call that is not answered, the first failure
+        # On rank 0: its own answer to its order, the pending call, the first failure.
         self._answers: dict[int, Any] = {}
         self._pending: Future[Any] | None = None
         self.failure: RlcoreError | None = None
@@ -93,9 +95,9 @@ class SenderRanks:
         return bool(self._others)
 
     def order(self, buckets: Sequence[Bucket], *, only_stale: bool) -> str:
-        """Open a publication at the engines, and rank 0's part in it. Returns the other ranks'.
+        """Open a publication and rank 0's part in it. Returns the orders of the other ranks.
 
-        What rank 0 is ordered stays here: the keys of digests must not be in the store.
+        Rank 0's own order is not returned: the keys of digests must not be in the store.
         """
         self.failure = None
         self._stop = None
@@ -118,11 +120,11 @@ class SenderRanks:
         join: Callable[[Mapping[int, Any]], str],
         timeout_s: float,
     ) -> str:
-        """Begin a publication. Returns the answer of `join` on every rank, "" without one.
+        """Begin a publication. Returns the result of `join` on every rank, "" if nothing joins.
 
         Args:
-            order: of `order`.
-            join: run on rank 0, with the answers of the ranks.
+            order: the result of `order` on rank 0.
+            join: runs on rank 0, with the answers of the ranks.
         """
         transport, others, joins, self._gathers = json.loads(order)
         orders = dict(others)
@@ -137,9 +139,9 @@ class SenderRanks:
                 own = self._sender.open(orders[rank], buckets)
         if not (joins and orders):
             return ""
-        words = self._sync.gather("the ranks' rendezvous", json.dumps(own), ranks=self._others)
-        # the first word is rank 0's own
-        self._answers |= zip(self._others, map(json.loads, words[1:]))
+        values = self._sync.gather("the ranks' rendezvous", json.dumps(own), ranks=self._others)
+        # The first value is rank 0's own.
+        self._answers |= zip(self._others, map(json.loads, values[1:]))
         said = self._sync.broadcast(
             "every rank's rendezvous", lambda: json.dumps(list(self._answers.items()))
         )
@@ -154,7 +156,7 @@ class SenderRanks:
         on_rank0(self._calls)("join", answers)
 
     def send(self, bucket: Bucket, flat: Tensor | None) -> bool:
-        """Take this rank's part in a bucket. Returns whether it has one."""
+        """Do this rank's part of sending a bucket. Returns whether it has one."""
         if flat is None:
             return False
         packed = self._pack(bucket, flat)
@@ -180,7 +182,7 @@ class SenderRanks:
         return packed
 
     def finish(self, version: int) -> None:
-        """End a publication that went well so far as `version` (rank 0)."""
+        """Finish the publication as `version`, unless it has failed (rank 0)."""
         if self.failure is None:
             try:
                 on_rank0(self._calls)("finish", version, self._sender.finish())
@@ -188,7 +190,7 @@ class SenderRanks:
                 self._fail(error)
 
     def cancel(self) -> None:
-        """Give up a publication: the engines are then without whole weights (rank 0)."""
+        """Cancel the publication; the engines then lack a whole set of weights (rank 0)."""
         on_rank0(self._calls)("cancel")
 
     def end(self, *, done: bool) -> None:
@@ -214,7 +216,7 @@ class SenderRanks:
         return f"publications/{self._number}/stopped"
 
     def _stopped(self) -> Any:
-        """What is still sent, once the publication has failed; else None."""
+        """The limit of what is still sent after a failure, else None."""
         if self._sync.rank == 0:
             if self._pending is not None and self._pending.done():
                 self._end_call()
@@ -223,18 +225,18 @@ class SenderRanks:
         return json.loads(store.get(self._key)) if store.check([self._key]) else None
 
     def _end_call(self) -> None:
-        """Wait for the call that is not answered."""
+        """Wait for the pending call."""
         call = self._pending
         self._pending = None
         if call is not None:
             try:
                 on_rank0(self._calls).result(call)
-            # recovery: gather to the end, then every rank learns of it
+            # recovery: gather to the end, then report the failure to every rank
             except RlcoreError as error:
                 self._fail(error)
 
     def _fail(self, error: RlcoreError) -> None:
-        """Let no rank send more than engines wait for."""
+        """Record a failure, and let no rank send more than the engines wait for."""
         self.failure = error
         try:
             self._stop = on_rank0(self._calls)("stop")

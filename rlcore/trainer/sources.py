@@ -26,10 +26,10 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class SourceWithoutEngine:
-    """An `rlcore.interfaces.RolloutSource` in which nothing generates."""
+    """An `rlcore.interfaces.RolloutSource` without generation."""
 
     def start(self) -> None:
-        """There is nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
         """Never called."""
@@ -40,23 +40,23 @@ class SourceWithoutEngine:
         raise AssertionError("nothing generates here, so nothing is published")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state, none."""
+        """Return an empty state."""
         return {}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue at `snapshot`."""
 
     def keep_ledger(self, path: Path) -> None:
-        """There is no ledger: the step says which samples were trained on."""
+        """Do nothing: the step itself lists the samples that were trained on."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class SFTSource(SourceWithoutEngine):
-    """A source of `training.batch_size` rows a step, trained on their turns up to each one's EOS.
+    """A source of `training.batch_size` rows a step, trained on their turns up to each turn's EOS.
 
-    See `rlcore.trainer.answers` for what is trained on.
+    `rlcore.trainer.answers` chooses the trained turns.
 
     Raises:
         DataError: a row without a text label; names it.
@@ -69,14 +69,14 @@ class SFTSource(SourceWithoutEngine):
         self._stream = prompt_stream(config, self.prompts)
 
     def next_step(self, step: int) -> StepRollouts:
-        """Return the next `training.batch_size` rows, by the cursor; `step` does not matter."""
+        """Return the next `training.batch_size` rows at the cursor; `step` is ignored."""
         draws = self._stream.take(self._batch_size)
         samples = [sample for draw in draws for sample in self._samples(draw)]
         metrics = {"rollout/excluded_prompts": float(self.prompts.num_excluded)}
         return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot())
 
     def _samples(self, draw: int) -> list[Sample]:
-        """Return the sequences of a row, samples of one rollout; the last ends with the label."""
+        """Return the sequences of a row as samples of one rollout; the last ends with the label."""
         row = self._stream.row(draw)
         prompt = self.prompts[row]
         sequences = self.answers.of_row(row)
@@ -127,13 +127,13 @@ class ReplaySource(SourceWithoutEngine):
     """A source that returns the same recorded samples at every step.
 
     Args:
-        vocab_size: of the policy.
-        greedy_baseline: the estimator needs a `baseline_reward` of every sample.
-        recorded: fields that every sample must have, each with the key that asks for it.
+        vocab_size: the policy's vocabulary size.
+        greedy_baseline: the estimator needs a `baseline_reward` for every sample.
+        recorded: fields that every sample must have, each with the key that requires it.
 
     Raises:
-        DataError: the file holds no samples, or one lacks a field that is needed. Also for samples
-            with a sampling mask that `recorded` does not name: their log-probs depend on it.
+        DataError: the file holds no samples, or a sample lacks a required field. Also if samples
+            have a sampling mask, on which their log-probs depend, and `recorded` does not name it.
     """
 
     def __init__(
@@ -149,14 +149,12 @@ class ReplaySource(SourceWithoutEngine):
             raise DataError(f"training.replay: {path} holds no samples")
         try:
             samples = [Sample.from_record(record) for record in records]
-            # those whose reward failed were not trained on
+            # Samples whose reward failed were not trained on.
             self.samples = [sample for sample in samples if sample.is_scored]
             for sample in self.samples:
                 check_sample(sample, vocab_size=vocab_size)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise DataError(
-                f"training.replay: {path} holds something else than samples: {error!r}"
-            ) from error
+            raise DataError(f"training.replay: {path} does not hold samples: {error!r}") from error
         if greedy_baseline and any(sample.baseline_reward is None for sample in self.samples):
             raise DataError(
                 f"training.replay: {path} was recorded without the greedy baselines that this"
@@ -183,7 +181,7 @@ class ReplaySource(SourceWithoutEngine):
         }
 
     def next_step(self, step: int) -> StepRollouts:
-        """Return the recorded samples again; `step` does not matter."""
+        """Return the recorded samples again; `step` is ignored."""
         return StepRollouts(
             list(self.samples), {}, epoch=float(step), snapshot={}, policy_steps=self._policy_steps,
             recorded_step=self.recorded_step, recorded_version=self.recorded_version,

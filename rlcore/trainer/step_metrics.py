@@ -24,7 +24,7 @@ from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.credit import fields_of
 
-# What a loss says of the policy against the one before the step.
+# Metrics of a loss that compare the policy with itself before the step.
 _AGAINST_BEFORE = frozenset(
     {
         *(f"policy/{name}_avg" for name in ("approxkl", "dual_clipfrac", "sequence_ratio")),
@@ -35,10 +35,10 @@ _AGAINST_BEFORE = frozenset(
 
 
 def constant_metrics(config: Config) -> frozenset[str]:
-    """Return the metrics that the configuration holds at 0 or 1, so that none of them is logged.
+    """Return the metrics that the configuration fixes at 0 or 1; they are not logged.
 
-    The only optimizer step of a batch compares policy and critic with themselves. A loss that is
-    not built in may mean something else by these names.
+    A batch with a single optimizer step compares policy and critic with themselves. A loss that is
+    not built in may use these names with another meaning.
     """
     if updates_per_step(config) > 1:
         return frozenset()
@@ -58,11 +58,11 @@ def step_metrics(
     *,
     episodes: int,
 ) -> dict[str, float]:
-    """Compute all metrics of a step except those of its evaluation and its times, and constants.
+    """Compute all metrics of a step except times, constants, and those of its evaluation.
 
     Args:
-        seconds: wall clock of the phases so far; "step" is the whole.
-        episodes: rollouts trained on, this step included.
+        seconds: wall-clock time of the phases so far; "step" is the total.
+        episodes: rollouts trained on, including this step.
     """
     of_updates = update_metrics(updates, batch, one_update=updates_per_step(config) == 1)
     for name in constant_metrics(config):
@@ -81,7 +81,8 @@ def step_metrics(
         )
     if not config.is_sft:
         metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
-    if "time/engine" in metrics and config.rollout.max_staleness == 0:  # else the source knows
+    # With asynchronous generation the source measures this fraction.
+    if "time/engine" in metrics and config.rollout.max_staleness == 0:
         metrics["perf/engine_idle_fraction"] = max(
             0.0, 1.0 - metrics["time/engine"] / seconds["step"]
         )
@@ -91,10 +92,11 @@ def step_metrics(
 def update_metrics(
     updates: Sequence[UpdateResult], batch: RolloutBatch, *, one_update: bool
 ) -> dict[str, float]:
-    """Average over the tokens of all optimizer steps; norms and rates are those of the last one.
+    """Average over the tokens of all optimizer steps; norms and rates are those of the last step.
 
-    With one optimizer step and no pass before it, the update saw the policy as it was before the
-    step: its KL and entropy are the batch's. With several, later ones see a policy that has moved.
+    With one optimizer step and no scoring pass, the update itself sees the policy as it was before
+    the step, so its KL and entropy are the batch's. With several steps, later ones see a policy
+    that has moved.
     """
     if not updates:
         return {}
@@ -151,10 +153,10 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
 
 @dataclass(frozen=True)
 class Utilization:
-    """Counts the policy's arithmetic in a step. Recomputation does not count: it is lost time."""
+    """Counts the policy's arithmetic in a step. Recomputation is overhead and does not count."""
 
     shape: ModelShape
-    peak: float  # FLOP/s of all GPUs of the trainer together
+    peak: float  # FLOP/s of all trainer GPUs together
     scores_policy: bool  # a step begins with a pass of the policy over the whole batch
 
     def flops(
@@ -169,10 +171,10 @@ class Utilization:
         A backward pass costs twice a forward pass.
 
         Args:
-            minibatches: the sequences of each optimizer step; `updates` went through them in order,
-                again and again.
-            plans: of each optimizer step; where given, a prefix that sequences of a micro-batch
-                share counts once.
+            minibatches: the sequences of each optimizer step; `updates` cycled through them in
+                order.
+            plans: the plan of each optimizer step; if given, a prefix shared by sequences of a
+                micro-batch counts once.
         """
         lengths = batch.lengths.tolist()
         trainable = batch.num_trainable_each
@@ -200,5 +202,5 @@ class Utilization:
         seconds: float,
         plans: Sequence[MinibatchPlan] | None = None,
     ) -> float:
-        """Divide `flops` by what the GPUs could do at their peak in `seconds`."""
+        """Return `flops` divided by what the GPUs could do at their peak in `seconds`."""
         return self.flops(batch, minibatches, updates, plans) / (seconds * self.peak)

@@ -3,9 +3,9 @@
     open (pause, begin) -> buckets in one fixed order -> finish (verify, end, set version, resume)
 
 All trainer ranks take part, since a bucket is gathered from all of them (sender_ranks.py). When an
-engine fails in the middle, all ranks still take part in the gathers to the end; then the whole
-transaction runs again with the engines that are left. An engine that was started again in between
-gets the current version in a transaction of its own, while the others go on serving.
+engine fails midway, all ranks complete the gathers; then the whole transaction runs again with the
+remaining engines. An engine that restarted in between gets the current version in a transaction of
+its own, while the others keep serving.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
-# Rank 0's answer to an attempt; any other is the reason why there can be no further attempt.
+# Rank 0's result of an attempt; any other string is the reason why no attempt can follow.
 DONE = "done"
 AGAIN = "again"
-# ... with the orders of the ranks that send
+# Followed by the orders of the sending ranks.
 OPEN = "open"
 
 logger = logging.getLogger(__name__)
 
 
 class WeightPublisher:
-    """Publishes the policy. Every rank has one; `journal` and `published` on rank 0 only.
+    """Publishes the policy. Every rank has one; `journal` and `published` are used on rank 0 only.
 
     Args:
-        ranks: of this rank.
+        ranks: this rank's part in publications.
         timeout_s: how long a rank waits for rank 0 to open or close a publication.
-        published: called with step, version and incarnation once all engines that are left have
-            the version.
+        published: called with step, version and incarnation once all remaining engines have the
+            version.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class WeightPublisher:
         self.journal = journal
         self.published = published
         self.timeout_s = timeout_s
-        self.version = 0  # of the newest publication, which the engines hold (rank 0)
+        # The newest published version, which the engines hold (rank 0).
+        self.version = 0
 
     def publish(self, step: int) -> str:
         """Send a new version to all engines.
 
         Returns:
-            "", or why the run cannot go on; the same on every rank.
+            "", or the reason why the run must stop; the same on every rank.
         """
         for _ in range(MAX_ATTEMPTS):
             outcome = self._attempt(step)
@@ -75,13 +76,13 @@ class WeightPublisher:
     def catch_up(self) -> str:
         """Send the current version to the engines that wait for it. Returns as `publish` does.
 
-        There is one attempt: an engine that fails is started again.
+        There is only one attempt, since an engine that fails is restarted.
         """
         outcome = self._attempt(None)
         return "" if outcome in (DONE, AGAIN) else outcome
 
     def _attempt(self, step: int | None) -> str:
-        """Run the transaction once: with a new version for `step`, or as a catch-up for None.
+        """Run the transaction once: with a new version for `step`, or as a catch-up if None.
 
         Returns:
             `DONE`, `AGAIN`, or why another attempt would not help.
@@ -112,7 +113,7 @@ class WeightPublisher:
         return outcome
 
     def _record(self, stage: str, began: float) -> float:
-        """Record a stage on this sender's track of the timeline. Returns its end."""
+        """Record a stage on this sender's timeline track. Returns the stage's end."""
         ended = now()
         RECORDER.add(("publication", self.sync.track[0]), stage, began, ended)
         return ended
@@ -147,7 +148,8 @@ class WeightPublisher:
             # recovery: a lost service has nothing to cancel
             if not isinstance(error, PublicationFailed):
                 failure = error
-        if isinstance(failure, PublicationFailed):  # recovery: try again with the engines left
+        if isinstance(failure, PublicationFailed):
+            # recovery: try again with the engines left
             return AGAIN
         # recovery: the trainer saves, then stops
         if isinstance(failure, RunFailed) and not isinstance(failure, PartLost):

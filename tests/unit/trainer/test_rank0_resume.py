@@ -236,7 +236,7 @@ def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirect
     assert rank0.begin() == f"0 {CONTINUE}"
     assert read_metrics(directory.metrics_path) == []
     assert cast(Notes, rank0.tracker).lines == [
-        "WARNING no checkpoint to resume from (checkpoint.every): the run begins anew, and 2 rows"
+        "WARNING no checkpoint to resume from (checkpoint.every): the run starts over, and 2 rows"
         " of its log are deleted"
     ]
     again = open_rank0(None)
