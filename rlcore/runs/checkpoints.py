@@ -6,8 +6,8 @@
                             model/           shards, written by the ranks
                 .step_000020.tmp/            being written; the next start deletes it
 
-A kill at any moment leaves the last committed checkpoint loadable. A checkpoint that was damaged
-later (a lost shard, a truncated file) is found by its manifest, and the one before it is used.
+A kill at any moment leaves the last committed checkpoint loadable. The manifest reveals later
+damage (a lost shard, a truncated file); the checkpoint before it is used then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 MODEL = "model"
 BEST = "best.json"
-CHECKSUM_LIMIT = 64 << 20  # bytes; larger files are checked by size alone, to open quickly
+CHECKSUM_LIMIT = 64 << 20  # bytes; larger files are checked by size only, to open quickly
 NEARLY_FULL = 16 << 20  # bytes free: torch's error for a full disk does not say that it is full
 _STEP = re.compile(r"step_(\d+)")
 _BEING_WRITTEN = re.compile(r"\.step_(\d+)\.tmp")
@@ -73,14 +73,14 @@ class Best:
     def __post_init__(self) -> None:
         words = isinstance(self.metric, str) and self.mode in ("max", "min")
         if not words or type(self.step) is not int or not isinstance(self.value, int | float):
-            raise ValueError(f"{str(self)[:80]} names no checkpoint as the best")
+            raise ValueError(f"{str(self)[:80]} is not a valid best checkpoint")
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Rank 0 alone begins, commits and prunes.
+    """The checkpoints of one run. Only rank 0 begins, commits and prunes.
 
-    Making a store deletes what killed writes left, so on a live run only the run's owner may make
-    one; readers use `read_checkpoint`.
+    Constructing a store deletes the remains of killed writes, so on a live run only the run's owner
+    may do it; readers use `read_checkpoint`.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -90,7 +90,8 @@ class CheckpointStore:
         self.keep = keep
         folder.mkdir(parents=True, exist_ok=True)
         self._best = read_best(folder)
-        self._next_best = self._best  # in force with the checkpoint that is being written
+        # Takes effect with the checkpoint that is being written.
+        self._next_best = self._best
         self._sweep()
 
     # --- writing ----------------------------------------------------------------------------------
@@ -108,9 +109,9 @@ class CheckpointStore:
         return self.folder / f".{step_name(step)}.tmp"
 
     def write_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the run's state next to the shards; `encode_state` says what it may hold.
+        """Write the run's state next to the shards; `encode_state` lists the allowed values.
 
-        Its "best" is what `point_to_best` gets with the commit.
+        The commit passes the state's "best" to `point_to_best`.
         """
         self._next_best = best_of(state)
         with self._plain_errors(step):
@@ -142,7 +143,7 @@ class CheckpointStore:
         return final
 
     def point_to_best(self, best: Best | None) -> None:
-        """Keep this checkpoint, whatever its age, and no longer the one before."""
+        """Keep this checkpoint, whatever its age, and stop keeping the previous best."""
         if best is None:
             (self.folder / BEST).unlink(missing_ok=True)
         elif best != read_best(self.folder):
@@ -160,7 +161,7 @@ class CheckpointStore:
     def rewind(self, step: int) -> None:
         """Go back to `step`: later checkpoints become `discarded_step_*` until a commit.
 
-        Older ones are pruned as the commit of `step` would have, if a kill came before that.
+        Older ones are pruned as the commit of `step` would have done, had no kill interrupted it.
         """
         for later in committed_steps(self.folder):
             if later > step:
@@ -170,22 +171,22 @@ class CheckpointStore:
                 os.rename(self.path(later), discarded)
         self._prune(step)
 
-    # --- housekeeping -----------------------------------------------------------------------------
+    # --- cleaning up ------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
         """Finish or undo what a kill interrupted."""
         for path in list(self.folder.iterdir()):
             replaced = _REPLACED.fullmatch(path.name)
             if replaced and not (self.folder / replaced[1]).exists():
-                # killed between the two renames of a commit
+                # Killed between the two renames of a commit.
                 os.rename(path, self.folder / replaced[1])
             elif replaced or path.name.endswith((".tmp", ".trash")):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Delete replaced and discarded checkpoints, and all but the `keep` newest to `newest`.
+        """Delete replaced and discarded checkpoints, and all but the `keep` newest up to `newest`.
 
-        The best one stays too.
+        The best checkpoint stays too.
         """
         steps = [step for step in committed_steps(self.folder) if step <= newest]
         best = None if self._best is None else self._best.step
@@ -197,7 +198,8 @@ class CheckpointStore:
         for path in doomed:
             try:
                 remove_tree(path, ignore_errors=True)
-            except OSError as error:  # the new checkpoint is safe; this one only takes space
+            except OSError as error:
+                # The new checkpoint is safe; this one only takes space.
                 logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
 
     @contextmanager
@@ -206,15 +208,16 @@ class CheckpointStore:
             yield
         except OSError as error:
             failure = write_failure(self.folder, step, error)
-            with suppress(OSError):  # the next start sweeps again
+            # The next start sweeps again.
+            with suppress(OSError):
                 self._sweep()
             raise failure from error
 
 
 def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
-    """Make the error for the checkpoint of `step`, or its shards, that failed with `error`.
+    """Return the error for the checkpoint of `step`, or its shards, that failed with `error`.
 
-    It only reads the disk: every rank may call it.
+    The function only reads the disk, so every rank may call it.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -225,7 +228,8 @@ def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
         if earlier
         else "there is no earlier checkpoint"
     )
-    # Recognised by its words: a rank's error comes wrapped, or pickled by torch without its cause.
+    # A full disk is recognised by its text: a rank's error is wrapped, or pickled by torch without
+    # its cause.
     full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
     full = full or shutil.disk_usage(folder).free < NEARLY_FULL
     advice = (
@@ -255,7 +259,7 @@ def unfinished_steps(folder: Path) -> list[int]:
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest whole checkpoint in a run's `checkpoints/`, None if there never was one.
 
-    It only reads the disk. A damaged checkpoint is named in a warning and skipped.
+    The function only reads the disk. Damaged checkpoints are skipped with a warning.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
@@ -274,19 +278,19 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
         raise UserError(
             "no whole checkpoint is left: "
             + "; ".join(damages)
-            + "; restore the files, or start anew with --overwrite"
+            + "; restore the files, or start over with --overwrite"
         )
     return None
 
 
 def best_of(state: Mapping[str, Any]) -> Best | None:
-    """Return the best checkpoint that a run's state names, if it names one."""
+    """Return the best checkpoint named in a run's state, if any."""
     found = state.get("best")
     return None if found is None else Best(**found)
 
 
 def read_best(folder: Path) -> Best | None:
-    """Return what a run's `checkpoints/` points to as the best, if anything.
+    """Return the best checkpoint that a run's `checkpoints/` points to, if any.
 
     Raises:
         UserError: the file is damaged.
@@ -297,14 +301,14 @@ def read_best(folder: Path) -> Best | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}; delete it to go on without") from error
+        raise UserError(f"{path} cannot be read: {error}; delete it to continue without") from error
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the checkpoint in `folder` and compare its files with the manifest.
 
     Raises:
-        DamagedCheckpoint: naming what is missing or wrong.
+        DamagedCheckpoint: a file is missing or wrong; names it.
     """
     manifest = _read_json(folder, MANIFEST)
     files = manifest.get("files")
@@ -341,7 +345,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _compare(path: Path, recorded: Mapping[str, int]) -> str:
-    """Return what is wrong with a file, "" for nothing."""
+    """Describe how a file differs from its record, "" if it does not."""
     if not isinstance(recorded, dict) or type(recorded.get("bytes")) is not int:
         return f"is described by {str(recorded)[:80]}"
     try:
@@ -352,7 +356,8 @@ def _compare(path: Path, recorded: Mapping[str, int]) -> str:
             return "has the right size but other content than was written"
     except FileNotFoundError:
         return "is missing"
-    except (OSError, ValueError) as error:  # a name that no file can have
+    except (OSError, ValueError) as error:
+        # ValueError: a name that no file can have.
         return f"cannot be read: {error}"
     return ""
 

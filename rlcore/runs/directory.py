@@ -1,4 +1,4 @@
-"""A run's directory: its files, which docs/runs.md lists, and the lock that one process holds."""
+"""A run's directory: its files, listed in docs/runs.md, and the lock held by its process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Status = Literal["completed", "early_stopped", "failed", "interrupted"]
 CONFIG = "config.yaml"
 PRUNED = "pruned"  # in rollouts/: the newest step that may be missing there
 HEADER = "# Written by rlcore: the resolved configuration of this run. Secrets are masked.\n"
-# A folder that holds only these was made by a launcher before the run began.
+# A launcher makes a folder with only these before the run begins.
 _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
-# A run that ended before it wrote anything leaves these empty.
+# A run that ends before it writes anything leaves these empty.
 _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
-# What a run writes besides the paths of `RunDirectory`.
+# Files of a run besides the paths of `RunDirectory`.
 _MORE_OF_A_RUN = ("hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id")
 _MAX_NAME_BYTES = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
 STEP_FILE = re.compile(r"step_(\d{1,12})\.parquet")  # of samples
@@ -70,13 +70,13 @@ class RunDirectory:
         """Make or enter `<root>/<name>/` and lock it until `close` or the end of this process.
 
         Args:
-            resume: enter an existing run. A new name is accepted too, so that one command serves a
-                first start and every restart.
-            overwrite: delete the run that is there. What no run writes stays, and is named.
+            resume: enter an existing run. A new name is accepted too, so that the same command
+                serves the first start and every restart.
+            overwrite: delete the existing run. Files that no run writes stay, and are named.
 
         Raises:
-            UserError: the name exists (without either flag), is no plain name or, to be
-                overwritten, not that of a run; or another process holds the run.
+            UserError: the name exists (without either flag), is not a plain name, or, to be
+                overwritten, is not a run's; or another process holds the run.
         """
         existing = check_run_name(root, name, resume=resume, overwrite=overwrite)
         path = Path(root) / name
@@ -84,7 +84,7 @@ class RunDirectory:
         lock = RunLock.take(path)
         if existing and overwrite and (kept := _clear(path)):
             logger.warning(
-                "--overwrite left what no run of rlcore writes in %s: %s", path, ", ".join(kept)
+                "--overwrite left files of no rlcore run in %s: %s", path, ", ".join(kept)
             )
         run = cls(path, resumed=existing and resume, _lock=lock)
         for folder in (run.logs, run.rollouts, run.checkpoints):
@@ -92,7 +92,7 @@ class RunDirectory:
         return run
 
     def discard(self) -> None:
-        """Delete what a run writes, and the folder if it holds nothing else and is no link."""
+        """Delete the run's files, and the folder if it holds nothing else and is not a link."""
         if not _clear(self.path) and not self.path.is_symlink():
             remove_tree(self.path, ignore_errors=True)
 
@@ -123,8 +123,8 @@ class RunDirectory:
     def prune_rollouts(self, step: int, *, keep: int) -> None:
         """Delete the samples of all but the `keep` newest steps up to `step`.
 
-        Those of the step after each checkpoint stay: a replay from it trains on them. Which steps
-        may be missing is written down first, for `rlcore ledger`.
+        The samples of the step after each checkpoint stay, since a replay from it trains on them.
+        The newest step that may be missing is written down first, for `rlcore ledger`.
         """
         through = step - keep
         saved = [*committed_steps(self.checkpoints), *unfinished_steps(self.checkpoints)]
@@ -148,7 +148,7 @@ class RunDirectory:
     def write_config(
         self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None
     ) -> None:
-        """Write the resolved configuration with its secrets masked, for its owner's eyes alone.
+        """Write the resolved configuration with masked secrets, readable by its owner only.
 
         Args:
             origins: where each value came from, by dotted key.
@@ -163,10 +163,11 @@ class RunDirectory:
         self.has_ended = True
 
     def result_mark(self) -> ResultMark | None:
-        """Return a mark of the result that is there, which `read_result` can leave out."""
+        """Return a mark of the current result, which `read_result` can ignore."""
         try:
             found = self.result_path.stat()
-        except (OSError, ValueError):  # none, or no name of a file, which `check_run_name` refuses
+        except (OSError, ValueError):
+            # There is no result, or the name is refused later by `check_run_name`.
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
 
@@ -174,11 +175,11 @@ class RunDirectory:
         """Read what `write_result` wrote.
 
         Args:
-            but: a mark of an earlier result, which counts for nothing. No clock is asked: that of
-                the file server may differ from ours.
+            but: a mark of an earlier result to ignore. Clocks are not compared, since the file
+                server's may differ from ours.
 
         Returns:
-            None while the run goes on, or if it was killed.
+            None while the run continues, or if it was killed.
         """
         if self.result_mark() in (None, but):
             return None
@@ -186,7 +187,7 @@ class RunDirectory:
         return result
 
     def rewind(self, step: int) -> None:
-        """Delete the samples of later steps and the result: the run goes on from `step`.
+        """Delete the samples of later steps and the result: the run continues from `step`.
 
         Metrics and checkpoints have their own `rewind`.
         """
@@ -205,7 +206,7 @@ class RunDirectory:
 
 
 def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool) -> bool:
-    """Whether a run of that name exists. It changes nothing.
+    """Whether a run of that name exists. The function changes nothing.
 
     Raises:
         UserError: as in `RunDirectory.create`.
@@ -228,7 +229,7 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
 
 
 def check_plain_name(name: str) -> None:
-    """Refuse the name of a run that can be no folder's (UserError)."""
+    """Refuse a run name that cannot be a folder's name (UserError)."""
     is_plain = name and not name.startswith(".") and os.sep not in name and name.isprintable()
     if not is_plain or len(os.fsencode(name)) > _MAX_NAME_BYTES:
         raise UserError(
@@ -256,12 +257,13 @@ def _check_is_run(path: Path) -> None:
 
 
 def _clear(path: Path) -> list[str]:
-    """Delete what a run writes, the lock apart. Returns the names of everything else, which stays.
+    """Delete a run's files except the lock. Returns the names of all other files, which stay.
 
-    It is moved to `.<name>.trash` next to the folder first. config.yaml goes last: by it a folder
-    that a kill left half empty is still known for a run.
+    Files are first moved to `.<name>.trash` next to the folder. config.yaml goes last, so that a
+    folder half emptied by a kill is still recognised as a run.
     """
-    path = path.resolve()  # behind a link
+    # Resolve a link to the run.
+    path = path.resolve()
     trash = path.with_name(f".{path.name}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     trash.mkdir(exist_ok=True)
@@ -270,5 +272,6 @@ def _clear(path: Path) -> list[str]:
     for name in (*sorted(names), *_MORE_OF_A_RUN, CONFIG):
         if os.path.lexists(path / name):
             os.rename(path / name, trash / name)
-    shutil.rmtree(trash, ignore_errors=True)  # on NFS open files cannot be deleted
+    # On NFS open files cannot be deleted.
+    shutil.rmtree(trash, ignore_errors=True)
     return sorted(entry.name for entry in path.iterdir() if entry.name not in (LOCK, OWNER))

@@ -17,11 +17,11 @@ GIT_S = 5.0
 
 
 def describe_start(step: int, source: Mapping[str, Any], *, gpus: list[str]) -> dict[str, Any]:
-    """Describe this process for the record.
+    """Describe this process for environment.jsonl.
 
     Args:
-        step: after which the run goes on.
-        source: the state of the source of samples, which names its data.
+        step: the step after which the run continues.
+        source: the state of the sample source, which names its data.
     """
     stream = source.get("stream", {})
     return {
@@ -39,7 +39,7 @@ def describe_start(step: int, source: Mapping[str, Any], *, gpus: list[str]) -> 
 
 
 def _packages() -> dict[str, str]:
-    """Return versions by the names of folders; reading all their metadata takes a second."""
+    """Return package versions by folder names; reading the metadata would take a second."""
     found: dict[str, str] = {}
     for folder in map(Path, sys.path):
         for path in folder.glob("*.dist-info") if folder.is_dir() else ():
@@ -52,7 +52,7 @@ def _commit(root: Path) -> str | None:
     """Return the commit of a checkout; None for an installed package, or without git."""
     if not (root / ".git").exists():
         return None
-    # whose checkout it is does not matter
+    # Accept a checkout that another user owns.
     command = ["git", "-c", "safe.directory=*", "-C", str(root), "rev-parse", "HEAD"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S)

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and files of JSON lines that grow."""
+"""Files that are either whole or absent, and growing files of JSON lines."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from rlcore.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 1 << 16  # bytes that are read at a time
-LOG_BYTES = 100 << 20  # of a log; there are at most two of a process
+BLOCK = 1 << 16  # bytes per read
+LOG_BYTES = 100 << 20  # per log; a process has at most two logs
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Replace `path` by `content` in one rename; a kill leaves either the old or the new file.
 
     Args:
-        mode: of the new file, less the process's umask.
+        mode: permissions of the new file, before the process's umask.
 
     Raises:
-        FileExistsError: another process makes the file that is written aside; it is not touched.
+        FileExistsError: another process is creating the temporary file, which is left untouched.
     """
     aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)  # which a kill left; of a link, the link
-    # O_EXCL follows no link that another user has put there, as into a file of ours in /tmp
+    # Remove the remains of a killed write. A link is removed, not its target.
+    aside.unlink(missing_ok=True)
+    # O_EXCL does not follow a link that another user has placed there, for example in /tmp.
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
@@ -39,14 +40,15 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what follows the last newline of a file of lines.
+    """Cut off everything after the last newline of a file of lines.
 
     A kill tore this last line, so nothing relied on it.
     """
     with open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         whole = size
-        while whole > 0:  # from the end: the file may be larger than memory
+        # Search from the end: the file may be larger than memory.
+        while whole > 0:
             begin = max(0, whole - BLOCK)
             file.seek(begin)
             newline = file.read(whole - begin).rfind(b"\n")
@@ -58,15 +60,15 @@ def cut_torn_line(path: Path) -> None:
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Add an object to a file. Once this returns, a kill of the process does not lose it."""
+    """Append an object to a file. Once this returns, a kill of the process does not lose it."""
     with open(path, "a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file, one a line; [] where there is no file.
+    """Read the JSON objects of a file, one a line; [] without a file.
 
-    A last line without its newline is left out: it is being written, or was torn by a kill.
+    A last line without newline is left out: it is still being written, or was torn by a kill.
 
     Raises:
         DataError: a line is no JSON object; names it.
@@ -78,7 +80,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}:{number}: not JSON ({error}); delete the line to go on without it"
+                f"{path}:{number}: not JSON ({error}); delete the line to continue without it"
             ) from None
         if not isinstance(row, dict):
             text = line[:80].decode(errors="replace")
@@ -88,10 +90,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def rotate_logs(folder: Path) -> None:
-    """Move the content of each log that has grown too large to NAME.log.1, over the one before.
+    """Move the content of each oversized log to NAME.log.1, over the previous one.
 
-    Its process goes on writing to the same file, at the end, which is then its beginning. Lines
-    that it writes during the copy are lost.
+    The log's process keeps appending to the emptied file. Lines written during the copy are lost.
     """
     for path in folder.glob("*.log"):
         if path.stat().st_size <= LOG_BYTES:
@@ -99,12 +100,13 @@ def rotate_logs(folder: Path) -> None:
         try:
             shutil.copyfile(path, path.with_name(f"{path.name}.1"))
             os.truncate(path, 0)
-        except OSError as error:  # a log is no reason to end a run
+        except OSError as error:
+            # A log problem must not end the run.
             logger.warning("the log %s could not be moved aside: %s", path, error)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder (not the files), are on the disk."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -113,7 +115,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until everything in `folder` is on the disk."""
+    """Wait until everything in `folder` is on disk."""
     for path in files_in(folder):
         sync(path)
     for name, _, _ in os.walk(folder):
@@ -128,7 +130,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder. It is renamed to `.<name>.trash` first, so half of it is never seen."""
+    """Delete a folder. It is first renamed to `.<name>.trash`, so readers never see half of it."""
     trash = folder.with_name(f".{folder.name.lstrip('.')}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(folder, trash)

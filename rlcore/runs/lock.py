@@ -1,9 +1,9 @@
 """The lock of a run's folder, which one process holds.
 
-Where the file system has locks, it is a record lock, which the system releases however the process
-ends. Elsewhere (Lustre without `-o flock`, many FUSE and object mounts) an owner file takes its
-place, which its owner rewrites every few seconds: it counts as long as it changes. Nobody's clock
-is compared with another's.
+Where the file system supports locks, it is a record lock, which the system releases however the
+process ends. Elsewhere (Lustre without `-o flock`, many FUSE and object mounts) an owner file is
+used: its owner rewrites it every few seconds, and it counts as long as it changes. Clocks of
+different machines are never compared.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass
 class RunLock:
-    """A lock that this process holds until `release`, or its end."""
+    """A lock that this process holds until `release` or its end."""
 
     descriptor: int
-    owner: OwnerFile | None = None  # where the file system has no locks
+    owner: OwnerFile | None = None  # on file systems without locks
 
     @classmethod
     def take(cls, folder: Path) -> RunLock:
         """Take the lock of a folder.
 
-        A record lock, not flock: forked children do not inherit it, so a worker that outlives its
-        run blocks nobody.
+        It is a record lock rather than flock: forked children do not inherit it, so a worker that
+        outlives its run blocks nobody.
 
         Raises:
-            UserError: another process holds it; names that.
+            UserError: another process holds the lock; names it.
         """
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             holder, has_locks = _try_lock(descriptor)
-            # An owner file counts in any case: its writer's mount may have no locks.
+            # An owner file counts even with locks: its writer's mount may have none.
             if holder is None:
                 holder = _wait_for_beat(folder)
             if holder is not None:
@@ -75,16 +75,16 @@ class RunLock:
 def wait_until_free(
     path: Path, *, limit_s: float, key: str, tick: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until no process holds the run in `path`; not for a process that holds it itself.
+    """Wait until no process holds the run in `path`; not for a process that holds the run itself.
 
-    A network file system keeps the lock of a lost machine until its lease has run out.
+    A network file system keeps the lock of a lost machine until its lease has expired.
 
     Args:
-        key: the configuration's key that sets the limit.
-        tick: called while we wait.
+        key: the configuration key that sets the limit.
+        tick: called during the wait.
 
     Raises:
-        DeadlineExceeded: it is still held after `limit_s`; names the holder.
+        DeadlineExceeded: the run is still held after `limit_s`; names the holder.
     """
     deadline = time.monotonic() + limit_s
     watch = _OwnerWatch(path)
@@ -103,22 +103,24 @@ def wait_until_free(
 
 
 def lock_holder(path: Path) -> str | None:
-    """Return the holder of a run's record lock; None if it is free, or the file system has none."""
+    """Return the holder of a run's record lock; None if it is free or locks are unsupported."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         return _try_lock(descriptor)[0]
     finally:
-        os.close(descriptor)  # with the lock
+        # This releases the lock too.
+        os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> tuple[str | None, bool]:
-    """Take the record lock. Returns its holder if that is another, and whether there are locks."""
+    """Take the record lock. Returns another process that holds it, and whether locks exist."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         return holder or "another process", True
-    except OSError:  # ENOTSUP, ENOLCK, ENOSYS, ...
+    except OSError:
+        # ENOTSUP, ENOLCK, ENOSYS, ...
         return None, False
     return None, True
 
@@ -127,12 +129,12 @@ def _try_lock(descriptor: int) -> tuple[str | None, bool]:
 
 
 class OwnerFile:
-    """The file that says who owns a folder, rewritten by a thread until `remove`.
+    """The file that names a folder's owner, rewritten by a thread until `remove`.
 
-    Making it warns that this is no lock.
+    The constructor warns that this is not a real lock.
 
     Raises:
-        UserError: another process has made one just now.
+        UserError: another process has just created the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -157,7 +159,7 @@ class OwnerFile:
         threading.Thread(target=self._beat, name="owner file", daemon=True).start()
 
     def remove(self) -> None:
-        """Give the folder up."""
+        """Give up the folder."""
         self._stopped.set()
         if self._is_ours():
             self.path.unlink(missing_ok=True)
@@ -167,8 +169,8 @@ class OwnerFile:
             try:
                 if not self._is_ours():
                     logger.error(
-                        "%s is no longer this process's: another one has taken the run over; stop"
-                        " one of the two",
+                        "%s no longer belongs to this process: another one has taken the run over;"
+                        " stop one of the two",
                         self.path,
                     )
                     return
@@ -176,7 +178,8 @@ class OwnerFile:
                 aside = self.path.with_name(f"{OWNER}.{self.record['id']}")
                 aside.write_text(json.dumps(self.record))
                 os.replace(aside, self.path)
-            except OSError as error:  # a file server away for a while; the next beat tries again
+            except OSError as error:
+                # The file server may be away for a while; the next beat tries again.
                 logger.warning("%s could not be rewritten: %s", self.path, error)
 
     def _is_ours(self) -> bool:
@@ -184,16 +187,18 @@ class OwnerFile:
 
 
 class _OwnerWatch:
-    """Tells whether the owner file of a folder beats, by looking at it again and again."""
+    """Reports whether the owner file of a folder is kept alive, by reading it repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / OWNER
-        self.newest: dict[str, Any] | None = None  # the file's content at the last look
+        # The file's content at the last look.
+        self.newest: dict[str, Any] | None = None
         self._since = 0.0
-        self.beats = False  # whether it has changed before our eyes
+        # Whether the file has changed during this watch.
+        self.beats = False
 
     def holder(self) -> str | None:
-        """Return the owner; None if there is none, or it has not been heard of for long."""
+        """Return the owner; None if there is none, or it has been silent for too long."""
         before = self.newest
         found = self.newest = _read_owner(self._path)
         if found is None or _is_gone(found):
@@ -207,7 +212,7 @@ class _OwnerWatch:
 
 
 def _wait_for_beat(folder: Path) -> str | None:
-    """Return who owns the folder by its owner file; one that has not beaten for long goes."""
+    """Return the owner named by the folder's owner file; a file without beats is removed."""
     watch = _OwnerWatch(folder)
     has_warned = False
     while (holder := watch.holder()) is not None:
@@ -228,7 +233,7 @@ def _in_use(folder: Path, holder: str) -> UserError:
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:
-    """Return the content of an owner file, None if there is none; {} for one being written."""
+    """Return the content of an owner file: None without a file, {} for one being written."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -239,13 +244,13 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether the owner ran among the processes of this machine, or container, and is no more."""
+    """Whether the owner ran in this machine or container and no longer exists."""
     among_ours = bool(_boot()) and owner.get("boot") == _boot()
     return among_ours and not Path(f"/proc/{owner.get('pid')}").exists()
 
 
 def _boot() -> str:
-    """Return the id of the machine's boot and of this process's table of pids."""
+    """Return the id of the machine's boot and of this process's pid namespace."""
     found = ""
     with suppress(OSError):
         found = f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object a step, `{"step": 12, "objective/kl": 0.003, ...}`.
 
-Non-finite values are written as Python's json does (`NaN`, `Infinity`), so that reading gives back
-what was logged.
+Non-finite values are written as Python's json does (`NaN`, `Infinity`), so that reading restores
+the logged values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlcore.runs.files import append_json_line, cut_torn_line, read_json_lines, 
 
 
 class MetricsFile:
-    """The metrics file of a run, for its one writer. A last line that a kill tore is cut off."""
+    """The metrics file of a run, for a single writer. A last line torn by a kill is cut off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,9 +29,10 @@ class MetricsFile:
         append_json_line(self.path, {"step": step, **values})
 
     def rewind(self, step: int) -> int:
-        """Delete every line after `step`, in one rename: the run goes on from there.
+        """Delete every line after `step`, in one rename: the run continues from there.
 
-        Returns how many.
+        Returns:
+            The number of deleted lines.
         """
         rows = read_metrics(self.path)
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
@@ -41,7 +42,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all rows, in file order, but for a last line without its newline.
+    """Read all rows in file order, except a last line without newline.
 
     Raises:
         DataError: a line is not a JSON object with a `step`; names it.

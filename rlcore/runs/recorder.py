@@ -19,25 +19,25 @@ from rlcore.runs.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-# What a step may have computed of each trainable token, for its update. Whatever of it is there is
-# recorded; `advantages` and the engine's log-probs have their own place in a record.
+# Vectors that a step may compute for each trainable token. Those that exist are recorded;
+# `advantages` and the engine's log-probs have columns of their own.
 VECTORS = (
     *("logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "values", "returns"),
     *("weights", "correction", "ratio", "clipped"),
 )
-MAX_UNWRITTEN = 2  # steps and evaluations that wait for the disk, in memory
+MAX_UNWRITTEN = 2  # steps and evaluations that wait in memory for the disk
 Job = tuple[str, Callable[[], None]]
-CHECKED = "checked_logprobs"  # the trainer's log-probs, where only the engine check computed them
+CHECKED = "checked_logprobs"  # the trainer's log-probs, if only the engine check computed them
 
 
 class RolloutRecorder:
-    """Writes rollouts/, evaluations/ and index/ of a run, while training goes on.
+    """Writes rollouts/, evaluations/ and index/ of a run while training continues.
 
-    An error of the disk comes at the next step, or where `finish` waits.
+    A disk error is raised at the next step, or by `finish`.
 
     Args:
-        keep: how many of the newest steps stay on the disk; None keeps all.
-        collective_timeout_s: for which other ranks wait for rank 0; here it is half as long.
+        keep: how many of the newest steps stay on disk; None keeps all.
+        collective_timeout_s: how long other ranks wait for rank 0; writing may take half as long.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RolloutRecorder:
         )
 
     def begin(self, step: int) -> None:
-        """Delete what the folder holds of steps after `step`."""
+        """Delete the recordings of steps after `step`."""
         self.directory.rewind(step)
 
     def record(
@@ -69,13 +69,13 @@ class RolloutRecorder:
         """Write the samples of `step` with the vectors that they were trained with.
 
         Args:
-            batch: nobody may change its vectors any more.
-            unscored: samples that were not trained on, since their reward failed.
+            batch: its vectors must not change any more.
+            unscored: samples that were not trained on because their reward failed.
             version, policy_steps: as in `write_rollouts`.
         """
 
         def write() -> None:
-            # PyArrow is loaded where samples are recorded, rather than on every rank.
+            # Import PyArrow only where samples are recorded, not on every rank.
             from rlcore.runs.rollouts import write_rollouts
             from rlcore.runs.sample_index import MERGED, merge_tables, write_index
 
@@ -87,7 +87,7 @@ class RolloutRecorder:
                 version=version,
                 policy_steps=policy_steps,
                 vectors=vectors_of(batch),
-                untrained=unscored,
+                unscored=unscored,
             )
             write_index(self.directory.index_path(step), step, scalars)
             tables = [*map(self.directory.index_path, range(step - MERGED + 1, step + 1))]
@@ -110,16 +110,16 @@ class RolloutRecorder:
         self._background.submit(f"recording the evaluation after step {step}", write)
 
     def finish(self) -> None:
-        """Wait until all that was recorded is on the disk.
+        """Wait until everything recorded is on disk.
 
         Raises:
-            DeadlineExceeded: it takes too long.
-            OSError: it could not be written.
+            DeadlineExceeded: writing takes too long.
+            OSError: writing failed.
         """
         self._background.finish()
 
     def finish_if_possible(self) -> None:
-        """Do the same at the end of a run that has failed: an error is logged, and not raised."""
+        """Call `finish` at the end of a failed run: an error is logged, not raised."""
         try:
             self.finish()
         except Exception as error:  # noqa: BLE001 - recovery: the run has failed anyway
@@ -127,7 +127,7 @@ class RolloutRecorder:
 
 
 def vectors_of(batch: RolloutBatch) -> dict[str, list[NDArray[np.float32]]]:
-    """Return what is known of the tokens of each sample, by name."""
+    """Return the recorded vectors of each sample, by name."""
     found = {name: each(batch, name) for name in VECTORS if name in batch.vectors}
     if "logprobs" not in found and CHECKED in batch.vectors:
         found["logprobs"] = each(batch, CHECKED)
@@ -135,20 +135,21 @@ def vectors_of(batch: RolloutBatch) -> dict[str, list[NDArray[np.float32]]]:
 
 
 def each(batch: RolloutBatch, name: str) -> list[NDArray[np.float32]]:
-    """Return a vector of the batch in the parts of its samples, float32 [m] each."""
-    whole = batch.vectors[name].float().numpy()  # whose views take a tenth of a tensor's
+    """Return a vector of the batch split by samples, float32 [m] each."""
+    # Slicing numpy arrays takes a tenth of the time of slicing tensors.
+    whole = batch.vectors[name].float().numpy()
     return [whole[start:end] for start, end in pairwise(batch.cu_seqlens.tolist())]
 
 
 class Background:
-    """Runs one job after another in a thread, which ends when there is none.
+    """Runs jobs one after another in a thread, which ends when no job is left.
 
-    After a failure no further job runs: the next `submit` or `finish` raises its error.
+    After a failure no further job runs: the next `submit` or `finish` raises the error.
 
     Args:
-        most: jobs that may be unfinished; `submit` waits for the oldest where there are as many.
-        timeout_s: of a wait.
-        limit: what `timeout_s` follows from, for the error.
+        most: how many jobs may be unfinished; beyond that `submit` waits for the oldest.
+        timeout_s: limit of a wait.
+        limit: the origin of `timeout_s`, for the error message.
     """
 
     def __init__(self, name: str, *, most: int, timeout_s: float, limit: str) -> None:
@@ -156,16 +157,17 @@ class Background:
         self._most = most
         self._timeout_s = timeout_s
         self._limit = limit
-        self._jobs: deque[Job] = deque()  # the first one is running
+        # The first job is running.
+        self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
 
     def submit(self, what: str, work: Callable[[], None]) -> None:
-        """Have `work` done after what was submitted before.
+        """Run `work` in the background, after all earlier jobs.
 
         Raises:
-            DeadlineExceeded: too many jobs do not end.
-            BaseException: what a job before this one raised.
+            DeadlineExceeded: earlier jobs take too long.
+            BaseException: the error of an earlier job.
         """
         with self._changed:
             self._wait_until_left(self._most - 1)
@@ -174,7 +176,7 @@ class Background:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def finish(self) -> None:
-        """Wait until all is done. Raises as `submit` does."""
+        """Wait until all jobs are done. Raises as `submit` does."""
         with self._changed:
             self._wait_until_left(0)
 

@@ -1,4 +1,4 @@
-"""Recorded samples: rollouts/step_000001.parquet, one row a sample, for pandas and DuckDB as it is.
+"""Recorded samples: rollouts/step_000001.parquet, one row a sample, readable by pandas and DuckDB.
 
     tokens, loss_mask, rollout_logprobs, ...       lists of numbers
     vectors                                        a struct of such lists, by name
@@ -6,7 +6,7 @@
     reward_parts, outcome, measured                maps from names to numbers
     label, metadata, messages, routed_experts      JSON
 
-Row groups are small, so that a sample is found without reading all others.
+Row groups are small, so that one sample can be read without all others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rlcore.runs.sample_index import Scalars, scalars_of
 from rlcore.terminal import redacted
 
 Record = dict[str, Any]
-LEVEL = 3  # of zstandard
-MAX_ROWS = 256  # of a row group
-MAX_TOKENS = 1 << 18  # likewise, unless one sample has more
-MAX_BYTES = 2 << 30  # of a row group, decompressed: a file must not fill the memory
+LEVEL = 3  # of zstandard compression
+MAX_ROWS = 256  # per row group
+MAX_TOKENS = 1 << 18  # per row group, unless one sample has more
+MAX_BYTES = 2 << 30  # per row group, decompressed: a file must not fill the memory
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 _FLOATS = pa.large_list(pa.float32())
@@ -49,7 +49,7 @@ def _spans_of(*names: str) -> Any:
     return pa.large_list(pa.struct([(name, pa.int64()) for name in names]))
 
 
-# The columns in order, but for the vectors.
+# The columns in order, except the vectors.
 TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("step", "policy_version", "draw", "index"), pa.int64()),
     **dict.fromkeys(("group_id", "rollout_id", "turns"), pa.int64()),
@@ -65,7 +65,7 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("label", "metadata", "messages", "routed_experts"), _JSON),
     SAMPLING_MASK_KEY: pa.struct([("tokens", _INTEGERS), ("counts", _INTEGERS)]),
 }
-# Where these are null, a record has no such key.
+# A record leaves out these keys where they are null.
 _ABSENT = ("advantages", "policy_steps", "messages", "vectors")
 
 
@@ -81,20 +81,20 @@ def write_rollouts(
     version: int | None = None,
     policy_steps: Mapping[int, int] = MappingProxyType({}),
     vectors: Mapping[str, Sequence[NDArray[np.float32]]] = MappingProxyType({}),
-    untrained: Sequence[Sample] = (),
+    unscored: Sequence[Sample] = (),
 ) -> list[Scalars]:
     """Write all samples of `step` to `path`.
 
     A row is `Sample.to_record()` with `step`, `policy_version`, `policy_steps`, `advantages` and
-    `vectors`. The file is written aside and renamed: a kill leaves no half file. It is on the disk
-    on return.
+    `vectors`. The file is written aside and renamed, so a kill never leaves half a file. On return
+    it is on disk.
 
     Args:
-        advantages: of each sample, float32 [m] for its m trainable tokens.
-        vectors: more of these, by name: log-probs of the trainer, entropy, loss weights, ...
-        version: of the policy that was trained.
-        untrained: further samples, which have neither advantages nor vectors.
-        policy_steps: version -> updates behind those weights; written for each span of versions.
+        advantages: one array per sample, float32 [m] for its m trainable tokens.
+        vectors: further such arrays, by name: log-probs of the trainer, entropy, loss weights, ...
+        version: the version of the policy that was trained.
+        unscored: further samples, which have neither advantages nor vectors.
+        policy_steps: version -> updates behind its weights; written for each version span.
 
     Returns:
         The scalars of each sample, for an index.
@@ -106,9 +106,10 @@ def write_rollouts(
     aside = path.with_name(f".{path.name}.tmp")
     scalars: list[Scalars] = []
     trained = len(samples)
-    samples = [*samples, *untrained]
+    samples = [*samples, *unscored]
     types = dict(TYPES)
-    if vectors:  # Parquet has no empty structs
+    # Parquet has no empty structs.
+    if vectors:
         types["vectors"] = pa.struct([(name, _FLOATS) for name in vectors])
     schema = pa.schema([*types.items()])
     floats = [name for name, kind in TYPES.items() if kind == _FLOATS]
@@ -174,7 +175,7 @@ def _record(
 
 
 def table_of(records: Sequence[Record], schema: pa.Schema) -> pa.Table:
-    """Make a table of records. Raises ValueError for a key that is no column."""
+    """Make a table of records. Raises ValueError for an unknown column."""
     if unknown := {name for record in records for name in record} - {*schema.names}:
         raise ValueError(f"records with unknown columns: {', '.join(sorted(unknown))}")
     columns = [_column([one.get(field.name) for one in records], field.type) for field in schema]
@@ -183,7 +184,7 @@ def table_of(records: Sequence[Record], schema: pa.Schema) -> pa.Table:
 
 def _column(values: Sequence[Any], kind: Any) -> pa.Array:
     if kind == _JSON:
-        # an error of a service may quote its key
+        # A service's error may quote its key.
         values = [None if value is None else redacted(to_json(value).decode()) for value in values]
     elif kind == _MAP:
         values = [
@@ -193,16 +194,18 @@ def _column(values: Sequence[Any], kind: Any) -> pa.Array:
         values = [[*map(tuple, spans)] for spans in values]
     try:
         return pa.array(values, kind)
-    except UnicodeEncodeError:  # half a surrogate pair, which no file of text can hold
+    except UnicodeEncodeError:
+        # Half a surrogate pair, which no text file can hold.
         spelled = [value.encode(errors="backslashreplace").decode() for value in values]
         return pa.array(spelled, kind)
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as JSON; what JSON does not know becomes its text."""
+    """Return a value as JSON; values that JSON does not know become text."""
     try:
         return orjson.dumps(value, default=str, option=_OPTIONS)
-    except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
+    except TypeError:
+        # Integers beyond 64 bits, and halves of surrogate pairs.
         return json.dumps(value, default=_jsonable).encode()
 
 
@@ -229,7 +232,7 @@ def read_rollouts(path: Path | str, *, arrays: bool = False) -> list[Record]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what a missing or damaged file raises into a DataError that names it."""
+    """Turn the errors of a missing or damaged file into a DataError that names the file."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
@@ -243,15 +246,15 @@ def read_table(
     columns: Sequence[str] | None = None,
     arrays: bool = False,
 ) -> Iterator[tuple[int, Record]]:
-    """Yield records with their rows, a row group in memory at a time.
+    """Yield records with their rows, one row group in memory at a time.
 
     Args:
-        rows: default: all of them; rows that the table lacks are left out.
-        columns: default: all of them.
-        arrays: lists of numbers as numpy arrays.
+        rows: default: all rows; rows that the table lacks are left out.
+        columns: default: all columns.
+        arrays: return lists of numbers as numpy arrays.
 
     Raises:
-        DataError: the file is missing, damaged, or no table of samples.
+        DataError: the file is missing, damaged, or not a table of samples.
     """
     wanted = None if rows is None else np.unique(np.fromiter(rows, dtype=np.int64))
     with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -271,7 +274,7 @@ def read_table(
 
 
 def _records(table: pa.Table, arrays: bool) -> list[Record]:
-    # Numbers that do not fit their type are an error.
+    # A number that does not fit its type is an error.
     table = table.cast(pa.schema([(field.name, _type_of(field)) for field in table.schema]))
     columns = [_values(column.combine_chunks(), arrays) for column in table.columns]
     rows = [dict(zip(table.column_names, row)) for row in zip(*columns)]
@@ -299,7 +302,7 @@ def _values(column: pa.Array, arrays: bool) -> list[Any]:
         ]
     if pa.types.is_large_list(kind) and not pa.types.is_struct(kind.value_type):
         if column.flatten().null_count:
-            raise ValueError("a list with empty places")
+            raise ValueError("a list with nulls")
         if arrays:
             return [*column.to_numpy(zero_copy_only=False)]
     values = column.to_pylist()
@@ -312,7 +315,7 @@ def _values(column: pa.Array, arrays: bool) -> list[Any]:
     return list(values)
 
 
-# --- samples that no step was trained on yet ------------------------------------------------------
+# --- samples of a checkpoint ----------------------------------------------------------------------
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
@@ -322,7 +325,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
 
 
 def decode_samples(content: bytes) -> list[Sample]:
-    """Decode what `encode_samples` made; ValueError for anything else."""
+    """Decode the output of `encode_samples`. Raises ValueError for anything else."""
     try:
         lines = zstandard.ZstdDecompressor().decompress(content)
     except zstandard.ZstdError as error:
@@ -331,7 +334,7 @@ def decode_samples(content: bytes) -> list[Sample]:
 
 
 def _contiguous(record: Record) -> Record:
-    # From arrays, float32 is written with its own shortest digits: a third of the size, and exact.
+    # Arrays keep the shortest digits of float32: exact, and a third of the size.
     return record | {
         name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None
     }

@@ -1,8 +1,8 @@
 """The scalars of recorded samples: index/step_000001.parquet, a row for each sample of the step.
 
-`rlcore view` finds samples in these small tables, without reading texts and tokens. They stay where
-`tracking.keep_rollouts` deletes the recording of their step. Every `MERGED` steps are copied into
-one table, index/merged/step_000100.parquet, as opening a file takes longer than reading it.
+`rlcore view` finds samples in these small tables, without reading texts and tokens. The tables stay
+when `tracking.keep_rollouts` deletes a step's recording. Every `MERGED` steps are copied into one
+table, index/merged/step_000100.parquet, because opening a file takes longer than reading it.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ import pyarrow.parquet as pq
 from rlcore.data.sample import Branch, branches_of, verdict_in, verdict_word
 from rlcore.runs.files import sync, write_atomic
 
-Scalars = dict[str, Any]  # of one sample, by column; None where there is nothing to measure
+# The scalars of one sample, by column; None where a value does not exist.
+Scalars = dict[str, Any]
 
-MERGED = 100  # steps of a merged table
-MERGED_ROWS = 1 << 17  # of a row group, about: fewer are slower to read
-NAMED = ("verdict", "finish", "source")  # columns of texts that repeat
+MERGED = 100  # steps per merged table
+MERGED_ROWS = 1 << 17  # approximate rows per row group: smaller groups are slower to read
+NAMED = ("verdict", "finish", "source")  # columns of repeating texts
 COLUMNS: Mapping[str, Any] = {
     "step": pa.int64(),
-    # in the step's recording
+    # The row in the step's recording.
     "row": pa.int32(),
     "draw": pa.int64(),
     "index": pa.int32(),
     "prompt_id": pa.string(),
     "reward": pa.float64(),
-    # trainable tokens
+    # The number of trainable tokens.
     "length": pa.int32(),
-    # all tokens
+    # The number of all tokens.
     "tokens": pa.int32(),
-    # trainable tokens whose loss weight is not 0
+    # The number of trainable tokens whose loss weight is not 0.
     "trained": pa.int32(),
     "turns": pa.int32(),
-    # steps between the weights of the oldest token and those trained
+    # Steps between the weights that made the oldest token and the trained weights.
     "staleness": pa.float64(),
-    # means over tokens; `gap` of |log-prob of the trainer - of the engine|
+    # Means over tokens; `gap` is the mean of |log-prob of the trainer - of the engine|.
     **dict.fromkeys(("advantage", "entropy", "gap"), pa.float64()),
-    # of the draw; from 1, of the rollout; that the rollout has in this step
+    # The rollout in the draw, the branch in the rollout (from 1), and the branches in this step.
     **dict.fromkeys(Branch._fields, pa.int32()),
-    # 1: a group of several samples whose rewards are all equal
+    # 1: all samples of the group, at least two, have the same reward.
     "flat": pa.int8(),
-    # 1: the reward failed
+    # 1: the reward failed.
     "error": pa.int8(),
     **dict.fromkeys(NAMED, pa.string()),
-    # of the reward
+    # The parts of the reward.
     "parts": pa.map_(pa.string(), pa.float64()),
 }
 
@@ -72,7 +73,7 @@ def write_index(path: Path, step: int, samples: Sequence[Scalars]) -> None:
 
 
 def merge_tables(target: Path, tables: Sequence[Path]) -> None:
-    """Copy tables of scalars into one, in one rename."""
+    """Copy several tables of scalars into one, in one rename."""
     target.parent.mkdir(exist_ok=True)
     aside = target.with_name(f".{target.name}.tmp")
     group: list[pa.Table] = []
@@ -87,7 +88,7 @@ def merge_tables(target: Path, tables: Sequence[Path]) -> None:
 
 
 def scalars_of(record: Mapping[str, Any]) -> Scalars:
-    """Return the scalars of a recorded sample, see `rlcore.runs.rollouts`."""
+    """Return the scalars of a recorded sample (see `rlcore.runs.rollouts`)."""
     engine = np.asarray(record["rollout_logprobs"], dtype=np.float32)
     vectors = record.get("vectors") or {}
     metadata = record.get("metadata") or {}
@@ -124,7 +125,7 @@ def _number(value: float) -> float | None:
 
 
 def _text(value: object) -> str:
-    # half a surrogate pair, which no file of text can hold, is spelled out
+    # Half a surrogate pair, which no text file can hold, is spelled out.
     return str(value).encode(errors="backslashreplace").decode()
 
 
@@ -133,7 +134,7 @@ def _mean(values: Any) -> float | None:
 
 
 def _staleness(record: Mapping[str, Any]) -> float | None:
-    """Return the steps behind of the oldest token; None where that is unknown."""
+    """Return how many steps the oldest token lags behind; None if unknown."""
     if not record["versions"]:
         return None
     if steps := record.get("policy_steps"):
@@ -144,10 +145,10 @@ def _staleness(record: Mapping[str, Any]) -> float | None:
 
 
 def flat_groups(samples: Sequence[Scalars]) -> Iterator[int]:
-    """Yield 1 for each sample of a group of several whose rewards are all equal, else 0."""
+    """Yield 1 for each sample of a group of several samples with equal rewards, else 0."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
-        # else its reward failed
+        # A reward of None has failed.
         if sample["reward"] is not None:
             rewards.setdefault(sample["draw"], []).append(sample["reward"])
     flat = {draw for draw, found in rewards.items() if len(found) > 1 and min(found) == max(found)}

@@ -23,17 +23,17 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     """Encode nested mappings, lists, tuples (which come back as lists), scalars and numpy arrays.
 
     Raises:
-        TypeError: anything else, named by its place. Also a key that is no string: JSON would turn
-            it into one, and a resumed run would not find it.
+        TypeError: a value of another type; names its path in the state. Also a key that is not a
+            string: JSON would convert it, and a resumed run would not find it.
     """
     return json.dumps(_plain(state, "state")).encode()
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """Decode what `encode_state` made; ValueError for anything but a JSON object."""
+    """Decode the output of `encode_state`. Raises ValueError for anything but a JSON object."""
     try:
         state = json.loads(content, object_hook=_restore)
-    # an array that is none (numpy reads some types as syntax), or far too many brackets
+    # An invalid array (numpy parses some types as syntax), or excessive nesting.
     except _NO_STATE as error:
         raise ValueError(f"no state: {error!r}") from error
     if not isinstance(state, dict):
@@ -50,7 +50,7 @@ def _plain(value: Any, where: str) -> Any:
                 raise TypeError(f"{where}: key {key!r} must be a string")
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        # Tokens and log-probs are long lists of plain numbers: no need to look at each.
+        # Tokens and log-probs are long lists of plain numbers; skip the recursion.
         if all(type(item) in (int, float) for item in value):
             return list(value)
         return [_plain(item, f"{where}[{row}]") for row, item in enumerate(value)]
@@ -70,9 +70,9 @@ def _restore(value: dict[str, Any]) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of python's, numpy's and, if loaded, torch's generators (CPU and CUDA).
+    """Return the states of Python's, numpy's and, if loaded, torch's generators (CPU and CUDA).
 
-    It is fit for `encode_state`.
+    The result suits `encode_state`.
     """
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -94,11 +94,12 @@ def seed_rng(seed: int) -> None:
     if "torch" in sys.modules:
         import torch
 
-        torch.manual_seed(seed)  # CUDA's too
+        # This seeds CUDA's generators too.
+        torch.manual_seed(seed)
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the state. A CUDA device that the state lacks keeps its generator."""
+    """Restore the states. A CUDA device missing from `state` keeps its generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])

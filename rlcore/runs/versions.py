@@ -10,14 +10,14 @@ from pathlib import Path
 from rlcore.errors import DataError
 from rlcore.runs.files import cut_torn_line, read_json_lines, sync
 
-MAX_NUMBER = 1 << 53  # of a number in the journal
+MAX_NUMBER = 1 << 53  # upper bound of the numbers in the journal
 
 
 @dataclass(frozen=True)
 class Version:
     """One publication of weights."""
 
-    version: int  # counts publications: it never goes back, not even when training does
+    version: int  # counts publications; never decreases, even when training is rolled back
     step: int  # number of training steps behind these weights
     incarnation: int  # number of earlier starts of the trainer in this run
 
@@ -31,7 +31,7 @@ def read_versions(path: Path) -> list[Version]:
     """Read every version of a run, in order. A torn last line was never used and is left out.
 
     Raises:
-        DataError: a line is no version; names it.
+        DataError: a line is not a version; names the line.
     """
     found: list[Version] = []
     for number, entry in enumerate(read_json_lines(path), start=1):
@@ -49,11 +49,11 @@ def read_versions(path: Path) -> list[Version]:
 
 
 class VersionJournal:
-    """Records every version that a run ever published, a line each (rank 0).
+    """Records every version that a run has published, one line each (rank 0).
 
     Args:
-        newest: a version that was taken whatever `path` says: that of the checkpoint from which the
-            run goes on.
+        newest: the version of the checkpoint from which the run continues; it is taken, whatever
+            `path` contains.
     """
 
     def __init__(self, path: Path, *, newest: int = 0) -> None:
@@ -65,9 +65,9 @@ class VersionJournal:
         self.incarnation = known[-1].incarnation + 1 if known else 0
 
     def next(self, step: int) -> Version:
-        """Take the next version. It is on the disk before the first byte of weights moves.
+        """Take the next version, which is on disk before any weights are sent.
 
-        A version that failed half-way is therefore never used again.
+        So a version whose publication failed midway is never used again.
         """
         entry = Version(self.last + 1, step, self.incarnation)
         is_new = not self.path.exists()

@@ -46,7 +46,7 @@ def recorded(tmp_path: Path) -> Path:
         [sample(1.0), sample(1.0, index=1)],
         ones,
         vectors={"entropy": ones},
-        untrained=[sample(math.nan, index=2)],
+        unscored=[sample(math.nan, index=2)],
     )
     assert [one["error"] for one in scalars] == [0, 0, 1]
     assert [one["reward"] for one in scalars] == [1.0, 1.0, None]
