@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """The samples of one step, and what their source knows of them."""
+    """The samples of one step, with the facts that only their source knows."""
 
     samples: list[Sample]
-    metrics: dict[str, float]  # rollout/*, time/generation: known to the source alone
+    metrics: dict[str, float]  # rollout/*, time/generation: known only to the source
     epoch: float  # passes over the prompts so far
-    snapshot: dict[str, Any]  # of the source right after this step, without its buffer; JSON-able
-    engines: Mapping[int, str] = field(default_factory=dict)  # draw -> its engine, if known
-    # Version in `samples` -> updates behind those weights.
+    snapshot: dict[str, Any]  # the source's state after this step, without its buffer; JSON-able
+    engines: Mapping[int, str] = field(default_factory=dict)  # draw -> engine, if known
+    # Version in `samples` -> updates behind its weights.
     policy_steps: Mapping[int, int] = field(default_factory=dict)
-    # Samples of the same groups whose reward failed. They are recorded, and not trained on.
+    # Samples of the same groups whose reward failed. They are recorded but not trained on.
     unscored: Sequence[Sample] = ()
-    # In a replay: the step that was recorded, and the version of the weights that it trained.
+    # In a replay: the recorded step, and the version of the weights that it trained.
     recorded_step: int | None = None
     recorded_version: int | None = None
 
@@ -44,7 +44,7 @@ class StepRollouts:
             steps = [self.policy_steps[version] for version in versions.values.tolist()]
         except KeyError as error:
             raise RunFailed(
-                f"an engine says that version {error} of the weights made tokens, which this run"
+                f"an engine reports tokens made by version {error} of the weights, which this run"
                 " never published; does another trainer publish to the same engines?"
             ) from None
         return TokenVersions(torch.tensor(steps, dtype=torch.int64), versions.lengths)
@@ -55,7 +55,7 @@ def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
 
     Args:
         cu: offsets of the vector, [B+1].
-        sequences: the chosen ones, [b].
+        sequences: the chosen sequences, [b].
     """
     starts = cu[sequences]
     lengths = cu[sequences + 1] - cu[sequences]
@@ -67,9 +67,9 @@ def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BatchSamplingMasks:
-    """The tokens among which each of M tokens was drawn, as one flat vector of sets.
+    """The set of tokens from which each of M tokens was drawn, as one flat vector of sets.
 
-    An empty set stands for the whole vocabulary. A token is in its own set.
+    An empty set stands for the whole vocabulary. Each token is in its own set.
     """
 
     tokens: Tensor  # int32 or int64 [K], on any device
@@ -90,7 +90,7 @@ class BatchSamplingMasks:
         return BatchSamplingMasks(self.tokens[ragged_index(self.offsets, rows)], offsets)
 
     def sets_of(self, tokens: slice) -> SamplingMasks:
-        """Return the sets of some tokens that follow one another; their tokens are a view."""
+        """Return the sets of consecutive tokens; the sets' token ids are a view."""
         offsets = self.offsets[tokens.start : tokens.stop + 1]
         sets = slice(int(offsets[0]), int(offsets[-1]))
         return SamplingMasks(_read_only(self.tokens)[sets], offsets.diff().numpy().astype(np.int32))
@@ -102,20 +102,20 @@ class BatchSamplingMasks:
 
 @dataclass(frozen=True)
 class TokenVersions:
-    """Versions of M tokens: a few numbers a sequence, where a number a token takes 8 bytes."""
+    """Versions of M tokens as spans: a few numbers a sequence, instead of 8 bytes a token."""
 
-    values: Tensor  # int64 [S], of each span, in the order of the tokens
+    values: Tensor  # int64 [S], the version of each span, in token order
     lengths: Tensor  # int64 [S], tokens of each span, above 0
 
     @classmethod
     def of(cls, versions: Tensor) -> TokenVersions:
-        """Find the spans of integers [M]."""
+        """Find the spans in one version per token, integers [M]."""
         values, lengths = versions.unique_consecutive(return_counts=True)
         return cls(values, lengths)
 
     @classmethod
     def joined(cls, spans: Sequence[VersionSpan]) -> TokenVersions:
-        """Put the spans of sequences one behind the other."""
+        """Concatenate the spans of sequences."""
         filled = [span for span in spans if span.end > span.start]
         return cls(
             torch.tensor([span.version for span in filled], dtype=torch.int64),
@@ -124,7 +124,7 @@ class TokenVersions:
 
     @property
     def num_tokens(self) -> int:
-        """M."""
+        """The number of tokens, M."""
         return int(self.lengths.sum())
 
     def each(self) -> Tensor:
@@ -132,7 +132,7 @@ class TokenVersions:
         return self.spread(self.values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [M] of [S]: what is known of a span, for each of its tokens."""
+        """Repeat a value per span, [S], for each token of the span, [M]."""
         return values.repeat_interleave(self.lengths)
 
     def cut(self, cu: Tensor) -> tuple[TokenVersions, Tensor]:
@@ -142,8 +142,8 @@ class TokenVersions:
             cu: offsets of the B sequences, int64 [B+1], from 0 to M.
 
         Returns:
-            The spans, none of which is part of two sequences, and how many each sequence has,
-            int64 [B].
+            The spans, none of which crosses two sequences, and the number of spans of each
+            sequence, int64 [B].
         """
         before = self.lengths.cumsum(0)
         ends = torch.cat([before, cu[1:][cu.diff() > 0]]).unique()
@@ -157,31 +157,32 @@ class TokenVersions:
 class RolloutBatch:
     """B sequences of T tokens, M of them trainable. Everything is on the CPU.
 
-    `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, advantages, ...)
-    or of each sequence ([B]: the names in PER_SEQUENCE; [B, P]: reward_parts). The versions of
-    tokens, int64 [M], may be given there too, and are kept as spans.
+    `vectors` holds values for each trainable token ([M]: rollout_logprobs, advantages, ...) or for
+    each sequence ([B]: the names in PER_SEQUENCE; [B, P]: reward_parts). The versions of tokens,
+    int64 [M], may be passed there too, and are kept as spans.
     """
 
     tokens: Tensor  # int32 [T]
     cu_tokens: Tensor  # int64 [B+1]
     loss_mask: Tensor  # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    # Of the policy that will be trained on the batch, counted as in `versions`.
+    # Version of the policy that will be trained on the batch, counted as in `versions`.
     version: int | None = None
-    # Of the M trainable tokens. None: all were drawn from the whole vocabulary.
+    # The sets of the M trainable tokens. None: all were drawn from the whole vocabulary.
     sampling_mask: BatchSamplingMasks | None = None
     # int16 [T, layers with experts, k], -1 where the engine recorded none
     routed_experts: Tensor | None = None
-    # Of the M trainable tokens: the policy that made each. None: no engine did.
+    # Versions of the policy that made the M trainable tokens. None: no engine made them.
     versions: TokenVersions | None = None
 
     def __post_init__(self) -> None:
-        self.cu_seqlens = self._count_trainable()  # int64 [B+1], over trainable tokens
+        # int64 [B+1], over trainable tokens.
+        self.cu_seqlens = self._count_trainable()
         for name, value in [*self.vectors.items()]:
             self.set(name, value)
         if self.versions is not None and self.versions.num_tokens != self.num_trainable:
             raise ValueError(
-                f"batch.versions are of {self.versions.num_tokens} tokens, expected"
+                f"batch.versions cover {self.versions.num_tokens} tokens, expected"
                 f" {self.num_trainable}"
             )
         if (
@@ -206,7 +207,7 @@ class RolloutBatch:
             raise ValueError(f"batch.{name} has shape {tuple(value.shape)}, expected {wanted}")
 
     def set(self, name: str, value: Tensor) -> None:
-        """Store a vector, after a check of its shape; versions as spans."""
+        """Store a vector after checking its shape; versions are stored as spans."""
         self._check(name, value)
         if name == "versions":
             self.versions = TokenVersions.of(value)
@@ -216,7 +217,7 @@ class RolloutBatch:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of everything that is known of tokens and sequences."""
+        """The names of all stored vectors, including the versions."""
         return frozenset(self.vectors) | ({"versions"} if self.versions is not None else set())
 
     @property
@@ -237,7 +238,7 @@ class RolloutBatch:
 
     @property
     def num_rollouts(self) -> int:
-        """The number of rollouts: the segments of one count once."""
+        """The number of rollouts; all segments of a rollout count once."""
         return len(set(self.vectors["rollout_ids"].tolist()))
 
     @property
@@ -256,15 +257,16 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """Make one batch of `samples`, in order.
 
-        Optional fields: `baseline_rewards` if every sample has one; `token_rewards` if any does
-        (else 0); sampling masks if any has them (the others' tokens were drawn from the whole
-        vocabulary); `routed_experts` if any has them (the others have no record).
+        Optional vectors: `baseline_rewards` if every sample has one; `token_rewards` if any sample
+        has them (0 for the others); sampling masks if any sample has them (the others' tokens were
+        drawn from the whole vocabulary); `routed_experts` if any sample has them (the others have
+        no record).
 
         Raises ValueError for a sample whose reward is not a finite number.
 
         Args:
-            reward_parts: the parts of the reward whose scores become the columns of the matrix
-                `reward_parts`, NaN where a sample has none; without any there is no matrix.
+            reward_parts: the reward parts whose scores become the columns of the matrix
+                `reward_parts`, NaN where a sample lacks one; without names there is no matrix.
         """
         for s in samples:
             if not math.isfinite(s.reward):
@@ -309,10 +311,10 @@ class RolloutBatch:
         )
 
     def lend_arrays(self, samples: Sequence[Sample]) -> None:
-        """Make the arrays of `samples`, from which the batch was made, views of its own.
+        """Turn the arrays of `samples`, from which the batch was made, into views of the batch.
 
-        So each token is held once. The views are read-only, and nothing writes into a batch. An
-        array of which the batch has no copy stays.
+        So each token is held once. The views are read-only, and a batch is never modified. Arrays
+        that the batch does not copy are left as they are.
         """
         models = _array_parts(self.cu_tokens)
         trainables = _array_parts(self.cu_seqlens)
@@ -368,18 +370,18 @@ class UpdateResult:
     # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
     metrics: dict[str, float]
     moments: Moments  # sums behind the token means among the metrics
-    not_finite: bool = False  # a model took no step, since its gradient is not finite
-    without_signal: bool = False  # a model took no step, since its gradient is exactly 0
+    not_finite: bool = False  # a model took no step because its gradient is not finite
+    without_signal: bool = False  # a model took no step because its gradient is exactly 0
 
 
 def _picked(values: Tensor, lengths: list[int], rows: Tensor) -> Tensor:
-    """Return the parts of chosen sequences of a ragged vector, one behind the other."""
+    """Return the parts of a ragged vector that belong to the chosen sequences, concatenated."""
     parts = values.split(lengths)
     return torch.cat([parts[i] for i in rows.tolist()]) if len(rows) else values[:0]
 
 
 def flat(arrays: list[Any], dtype: Any) -> Tensor:
-    """Concatenate arrays to one tensor of type `dtype`, without a second copy."""
+    """Concatenate arrays into one tensor of type `dtype`, copying them once."""
     if not arrays:
         return torch.zeros(0)
     return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))

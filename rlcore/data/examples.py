@@ -1,7 +1,7 @@
-"""The rows of all sources as examples: found in their format, dressed as the configuration says.
+"""The rows of all sources as examples, found by their format and dressed as configured.
 
-A format of the field says which column holds the prompt, the label, the tools. `detect` recognises
-it by the columns of the first rows.
+A format names the columns that hold the prompt, the label and the tools. `detect` recognises it by
+the columns of the first rows.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rlcore.errors import DataError, named_by
 
 logger = logging.getLogger(__name__)
 
-_FIRST_ROWS = 32  # whose columns say the format
-# Fields of maps that hold what an answer is compared with.
+_FIRST_ROWS = 32  # rows whose columns determine the format
+# Fields of maps that hold the reference to compare an answer with.
 ANSWERS = ("ground_truth", "answer", "target", "label", "value")
 SOURCE = "source"  # key of `Example.extra`, and so of `Sample.metadata`
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format: for each part of a row the columns that may hold it, the first one that is there.
+    """A format: for each part of a row the columns that may hold it; the first existing one counts.
 
-    Columns may be dotted.
+    Column names may be dotted.
     """
 
     prompt: tuple[str, ...]
     label: tuple[str, ...]
-    source: str | None = None  # where the row comes from, as `openai/gsm8k`
+    source: str | None = None  # origin of the row, such as `openai/gsm8k`
     tools: str | None = None
     metadata: str | None = None  # a map whose keys become columns
     label_needed: bool = True
 
 
-# In the order in which they are tried.
+# Formats in the order in which they are tried.
 FORMATS: Mapping[str, Format] = {
     "verl": Format(("prompt",), ("reward_model.ground_truth",), source="data_source"),
     "open-instruct": Format(("messages",), ("ground_truth",), source="dataset"),
@@ -72,24 +72,24 @@ class Example:
     extra: dict[str, Any]
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_kwargs: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
-    label_key: str | None = None  # where the label was
-    # The assistant's message at the end of `messages`, which is not of the prompt.
+    label_key: str | None = None  # the key that the label was read from
+    # The assistant's message at the end of `messages`, which is not part of the prompt.
     answer: Message | None = None
 
     @property
     def contribution(self) -> tuple[Any, ...]:
-        """All that rewards, workflows and templates may read of the row, but not where it stood."""
+        """All parts that rewards, workflows and templates may read, without the row's location."""
         kwargs = dict(self.chat_kwargs)
         return (self.prompt, self.label, self.extra, self.tools, self.answer, kwargs)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one file or data set, and where the parts of a row are."""
+    """The rows of one file or data set, with the columns of their parts."""
 
     path: str
     rows: RowFile
-    data: DataConfig  # the keys by which it is read
+    data: DataConfig  # the keys that the rows are read with
     source: str | None  # the name in data.sources
     format: str
     prompt: str
@@ -98,10 +98,10 @@ class Part:
 
     @classmethod
     def of(cls, path: str, rows: RowFile, data: DataConfig, source: str | None) -> Part:
-        """Find the parts of the rows. A key of `data` that is not `auto` wins.
+        """Find the columns of the rows' parts. A key of `data` other than `auto` takes precedence.
 
         Raises:
-            DataError: one of the first rows is none.
+            DataError: one of the first rows is invalid.
         """
         first = list(islice(iter(rows), _FIRST_ROWS))
         name = detect(first) if data.format == AUTO else data.format
@@ -124,7 +124,7 @@ class Part:
 
     @property
     def splits_chats(self) -> bool:
-        """Whether an assistant's last message is the answer, and not of the prompt."""
+        """Whether an assistant's last message is the answer, and not part of the prompt."""
         return self.prompt == "messages" and self.format in ("openai", "open-instruct")
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class Part:
         return f"{self.path}: {len(self.rows):,} rows, format {self.format}, {', '.join(parts)}"
 
     def example(self, index: int, row: dict[str, Any]) -> Example:
-        """Make an example of row `index`. Raises DataError for a row that lacks a part."""
+        """Make an example of row `index`. Raises DataError if the row lacks a part."""
         where = self.rows.where(index)
         prompt = self._value(where, row, self.prompt, "data.prompt_key")
         if isinstance(prompt, list):
@@ -159,7 +159,7 @@ class Part:
             prompt = prompt[:-1]
             label = answer.get("content") if label is None else label
             if not prompt:
-                raise DataError(f"{where}: {self.prompt!r} holds an answer and no prompt")
+                raise DataError(f"{where}: {self.prompt!r} holds an answer but no prompt")
         tools = pick(row, self.tools) if self.tools and has(row, self.tools) else None
         return Example(
             where,
@@ -173,7 +173,7 @@ class Part:
         )
 
     def _given(self, value: Any) -> Any:
-        """Return a value without the nulls that a file of columns puts where nothing was."""
+        """Return a value without the nulls that a columnar file puts in missing fields."""
         return without_nulls(value) if self.rows.fills_with_null else value
 
     def _label(self, where: str, row: dict[str, Any]) -> Any:
@@ -182,7 +182,7 @@ class Part:
         if self.data.label_key == AUTO and not FORMATS[self.format].label_needed:
             return pick(row, self.label) if has(row, self.label) else None
         label = self._value(where, row, self.label, "data.label_key")
-        # open-instruct lists a ground truth for each of a row's verifiers
+        # open-instruct lists one ground truth per verifier of a row.
         single = self.format == "open-instruct" and isinstance(label, list) and len(label) == 1
         return label[0] if single else label
 
@@ -213,7 +213,7 @@ class Part:
 
 
 def detect(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the format of the rows; `plain` where they look like no other."""
+    """Return the format of the rows; `plain` if they match no other format."""
 
     def there(*keys: str) -> bool:
         return all(any(has(row, key) for row in rows) for key in keys)
@@ -232,9 +232,9 @@ def detect(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def find_key(row: dict[str, Any], key: str) -> str | None:
-    """Return the dotted key that most likely was meant by `key`, if the row has one.
+    """Return the dotted key that `key` most likely stands for, if the row has one.
 
-    That is a field of the same name inside of a column, or the field of a label.
+    This is a field of the same name inside a column, or the field of a label.
     """
     inside = dict(_dotted(row))
     wanted = key.rsplit(".", maxsplit=1)[-1]
@@ -248,7 +248,7 @@ def check_label(example: Example, reader: str) -> None:
     """Refuse a label that is neither text nor a number (DataError); names the key to set.
 
     Args:
-        reader: what reads the label, for the message.
+        reader: the reader of the label, for the message.
     """
     label = example.label
     if isinstance(label, str | int | float) and not isinstance(label, bool):
@@ -268,7 +268,7 @@ def check_label(example: Example, reader: str) -> None:
 
 
 def _dotted(row: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every field inside of a column that is a map."""
+    """Yield (dotted key, value) of every field inside a column that is a map."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from _dotted(value, f"{path}{name}.")
@@ -281,10 +281,10 @@ def _first_there(keys: Sequence[str], rows: Sequence[dict[str, Any]]) -> str | N
 
 
 class Examples:
-    """The rows of all sources, or some of them, in order; each is read when it is asked for.
+    """The rows of all sources, or some of them, in order; each row is read on access.
 
     Args:
-        rows: int64 [N], which rows, in increasing order; default: all.
+        rows: int64 [N], the chosen rows, in increasing order; default: all.
     """
 
     def __init__(
@@ -300,24 +300,24 @@ class Examples:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Which rows of all sources these are, int64 [N], in increasing order."""
+        """The numbers of these rows among all sources, int64 [N], in increasing order."""
         return np.arange(self._starts[-1]) if self._rows is None else self._rows
 
     def __len__(self) -> int:
         return self._starts[-1] if self._rows is None else len(self._rows)
 
     def take(self, rows: NDArray[np.int64]) -> Examples:
-        """Return some of the rows of all sources, by their increasing numbers."""
+        """Return some rows, by their increasing numbers among all sources."""
         return Examples(self.parts, self._transform, rows)
 
     def part(self, index: int) -> tuple[Part, int]:
-        """Return the file of a row, and the row's index in it."""
+        """Return the file of a row, and the row's index in the file."""
         row = index if self._rows is None else int(self._rows[index])
         at = bisect_right(self._starts, row) - 1
         return self.parts[at], row - self._starts[at]
 
     def where(self, index: int) -> str:
-        """Return "file:line" of a row, without reading it."""
+        """Return "file:line" of a row, without reading the row."""
         part, at = self.part(index)
         return part.rows.where(at)
 
@@ -331,7 +331,7 @@ class Examples:
         wanted = iter(range(len(self)) if self._rows is None else self._rows.tolist())
         following = next(wanted, None)
         for first, part in zip(self._starts, self.parts):
-            # much faster than one by one
+            # Much faster than reading rows one by one.
             for at, row in enumerate(part.rows):
                 if following is None:
                     return
@@ -347,11 +347,11 @@ def open_examples(
     *,
     key: str = "evaluation.paths",
 ) -> Examples:
-    """Open the files of `data`, and tell the log in which format they are.
+    """Open the files of `data`, and log their formats.
 
     Args:
-        paths: these files instead, with the keys of `data` itself.
-        key: the key that gives `paths`, for messages.
+        paths: files to open instead, with the keys of `data` itself.
+        key: the key that sets `paths`, for messages.
 
     Raises:
         DataError: a file that cannot be read.
@@ -368,7 +368,7 @@ def open_examples(
 def check_examples(
     data: DataConfig, paths: Sequence[str] | None = None, *, key: str = "evaluation.paths"
 ) -> None:
-    """Refuse files that are not there (DataError); reads none. Arguments as `open_examples`."""
+    """Refuse missing files (DataError) without reading any. Arguments as in `open_examples`."""
     for _, _, path, origin in _wanted(data, paths, key):
         with named_by(origin):
             check_path(path)
@@ -377,7 +377,7 @@ def check_examples(
 def _wanted(
     data: DataConfig, paths: Sequence[str] | None, key: str
 ) -> Iterator[tuple[str | None, DataConfig, str, str]]:
-    """Yield (source, the keys that it is read by, file or data set, the key that names it)."""
+    """Yield (source, its data keys, file or data set, the key that names the file)."""
     given: list[tuple[str | None, DataConfig, Sequence[str], str]]
     if paths is not None:
         given = [(None, data, paths, key)]

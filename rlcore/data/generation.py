@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
 
-# A window cut inside a character or a word decodes wrongly at its left edge only, tokens.
+# A window cut inside a character or word decodes wrongly only within this many tokens of its start.
 STOP_MARGIN = 4
 
 
@@ -22,10 +22,10 @@ class SamplingParams:
     Log-probs are those of `logits / temperature` over the full vocabulary; `temperature` 0 is
     greedy, with log-probs at temperature 1.
 
-    With `sampling_mask` log-probs are those of the distribution that was sampled, over the tokens
-    that top-k and top-p left, and the completion holds these tokens; greedy responses stay as they
-    are. With `routed_experts` the completion holds the experts that the routers chose for every
-    token that the engine was fed: the prompt, and the response except its last token.
+    With `sampling_mask`, log-probs are those of the sampled distribution, over the tokens that
+    top-k and top-p left, and the completion holds these tokens; greedy responses are unchanged.
+    With `routed_experts`, the completion holds the experts that the routers chose for every token
+    fed to the engine: the prompt, and the response except its last token.
     """
 
     max_new_tokens: int
@@ -43,18 +43,18 @@ class Prefix:
     """The tokens that an interrupted response has so far."""
 
     sample: int
-    tokens: NDArray[np.int32]  # [p]; empty if it was interrupted before its first token
+    tokens: NDArray[np.int32]  # [p]; empty if interrupted before the first token
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt and `n` samples of it.
 
-    The address (seed, draw, sample, turn, token position) fixes every random number.
+    The address (seed, draw, sample, turn, token position) determines every random number.
 
-    With `prefixes` the samples are those of the prefixes, which they continue: a completion holds
-    the new tokens only. Positions and `max_new_tokens` count from the beginning of the response, as
-    if it had never been interrupted.
+    With `prefixes`, the n samples continue these prefixes, and a completion holds only the new
+    tokens. Positions and `max_new_tokens` count from the beginning of the response, as if it had
+    never been interrupted.
     """
 
     prompt: NDArray[np.int32]  # [P]
@@ -64,7 +64,7 @@ class GenerateRequest:
     first_sample: int = 0  # index of the first of the n samples
     turn: int = 0
     seed: int = 0
-    prefixes: tuple[Prefix, ...] = ()  # n of them, or none; each shorter than max_new_tokens
+    prefixes: tuple[Prefix, ...] = ()  # n prefixes or none; each shorter than max_new_tokens
 
     @property
     def rid(self) -> str:
@@ -83,13 +83,13 @@ class GenerateRequest:
         return self.prefixes[place].tokens if self.prefixes else np.zeros(0, dtype=np.int32)
 
     def going_on(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
-        """Return the request that continues some of its responses."""
+        """Return the request that continues some of the responses."""
         return replace(
             self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes)
         )
 
     def alone(self, place: int) -> GenerateRequest:
-        """Return the request for response number `place` of the n alone."""
+        """Return the request for response number `place` alone."""
         return replace(
             self, n=1, first_sample=self.samples[place], prefixes=self.prefixes[place : place + 1]
         )
@@ -103,26 +103,27 @@ class Completion:
     logprobs: NDArray[np.float32]  # [m]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # cover [0, m)
-    # m sets, if `SamplingParams.sampling_mask` asked for them
+    # m sets, if `SamplingParams.sampling_mask` asks for them.
     sampling_mask: SamplingMasks | None = None
-    # [at most P + m - 1, layers with experts, k], if `SamplingParams.routed_experts` asked for them
+    # [at most P + m - 1, layers with experts, k], if `SamplingParams.routed_experts` asks for them.
     routed_experts: Experts | None = None
-    # of the prompt, so many tokens were in the engine's cache; None: it does not tell
+    # Prompt tokens that were in the engine's cache; None: the engine does not report them.
     cached_tokens: int | None = None
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]
 
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]  # what an engine keeps on its device
+# The parts of an engine's memory on its device.
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
 
 
 class StopStrings:
-    """Tells when the text of a response comes to hold one of its stop strings.
+    """Detects that the text of a response contains one of its stop strings.
 
     A token stands for at least one byte, so a string of b bytes that the newest token completes
-    lies in the last b tokens: only that window is decoded, however long the response is.
+    lies in the last b tokens: only this window is decoded, however long the response is.
     """
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:

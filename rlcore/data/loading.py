@@ -1,4 +1,4 @@
-"""Loads the prompts of a run: which of them fit, and in which order they are drawn."""
+"""Loads the prompts of a run: those that fit, and the order in which they are drawn."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def load_prompts(
 ) -> PromptSet:
     """Read and tokenise the prompts to generate from.
 
-    Those that leave no room for a response are left out, counted and logged.
+    Prompts that leave no room for a response are left out, counted and logged.
 
     Args:
         paths: held-out prompts, instead of those of `data`.
-        key: the key that gives `paths`, for messages.
-        max_new_tokens: of a response; default: as in training.
+        key: the key that sets `paths`, for messages.
+        max_new_tokens: the limit of a response; default: as in training.
 
     Raises:
         DataError: a bad row.
@@ -62,7 +62,7 @@ def load_prompts(
 
 
 def length_limits(config: Config, max_new_tokens: int) -> list[LengthLimit]:
-    """Return what bounds the length of a prompt: the configuration, and the model's context.
+    """Return the limits of a prompt's length: from the configuration and the model's context.
 
     Raises:
         ConfigError: the response alone is as long as the context.
@@ -84,10 +84,10 @@ def length_limits(config: Config, max_new_tokens: int) -> list[LengthLimit]:
 
 
 def check_context(config: Config) -> None:
-    """Refuse responses that leave no room for a prompt; reads the model's config.json alone.
+    """Refuse responses that leave no room for a prompt; reads only the model's config.json.
 
     Raises:
-        ConfigError: of training, or of an evaluation set.
+        ConfigError: names the key of training or of an evaluation set.
     """
     if generates(config):
         longest = config.rollout.sampling.max_new_tokens
@@ -96,7 +96,7 @@ def check_context(config: Config) -> None:
 
 
 def prompt_notes(config: Config, prompts: int) -> list[str]:
-    """Return a note where a step draws more prompts, or labelled rows, than there are."""
+    """Return a warning if a step draws more prompts, or labelled rows, than exist."""
     key = "rollout.prompts_per_step"
     drawn = config.rollout.prompts_per_step
     what = "prompts"
@@ -113,7 +113,7 @@ def prompt_notes(config: Config, prompts: int) -> list[str]:
 
 
 def sft_limits(config: Config) -> list[LengthLimit]:
-    """Return what bounds the length of a row of supervised fine-tuning, its answer included."""
+    """Return the limits of the length of a row of supervised fine-tuning, answer included."""
     budget = micro_batch_tokens(config)
     limits = [LengthLimit(budget, "policy.max_tokens_per_microbatch, for prompt and answer,")]
     if (context := _positions(config)) is not None:
@@ -123,7 +123,7 @@ def sft_limits(config: Config) -> list[LengthLimit]:
 
 
 def context_of(config: Config) -> tuple[int, str] | None:
-    """Return the most tokens of prompt and response that the engine takes, and what says so."""
+    """Return the engine's limit of prompt and response in tokens, and the key that sets it."""
     tokens = _positions(config)
     key = "max_position_embeddings in config.json"
     engine = config.rollout.engine
@@ -137,7 +137,7 @@ def context_of(config: Config) -> tuple[int, str] | None:
 
 
 def _positions(config: Config) -> int | None:
-    """Return `max_position_embeddings` of the model's config.json, if there is one."""
+    """Return `max_position_embeddings` of the model's config.json, if present."""
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
         return None
@@ -145,10 +145,10 @@ def _positions(config: Config) -> int | None:
 
 
 def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
-    """Return the draws of a run: in turn, from sources by weight, as a curriculum chooses.
+    """Return the draws of a run: in turn, from weighted sources, or chosen by a curriculum.
 
     Raises:
-        ConfigError: a source without rows, or a curriculum that cannot be built.
+        ConfigError: a source without rows, or an invalid curriculum.
     """
     base = _in_turn(config, prompts)
     given = config.data.curriculum
@@ -175,7 +175,7 @@ def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
 
 
 def _in_turn(config: Config, prompts: PromptSet) -> PromptStream:
-    """Return draws in which the rows of all, or of each source, come in turn."""
+    """Return draws that take the rows of all data, or of each source, in turn."""
     data = config.data
     record = prompts.record
     given: dict[str, Any] = {
@@ -192,7 +192,7 @@ def _in_turn(config: Config, prompts: PromptSet) -> PromptStream:
 
 
 def shares(config: Config, prompts: PromptSet) -> list[Share]:
-    """Return where the rows of each source are. Raises ConfigError for a source without rows."""
+    """Return the row range of each source. Raises ConfigError for a source without rows."""
     sizes: Counter[str | None] = Counter()
     for part, rows in prompts.by_part():
         sizes[part.source] += len(rows)
@@ -207,15 +207,15 @@ def shares(config: Config, prompts: PromptSet) -> list[Share]:
     return found
 
 
-# --- draws from several sources by weight ---------------------------------------------------------
+# --- weighted sources -----------------------------------------------------------------------------
 
-_BLOCK = 4096  # draws whose sources are found at once
+_BLOCK = 4096  # draws whose sources are computed at once
 _WORDS = 1 << 64
 
 
 @dataclass(frozen=True)
 class Share:
-    """One source: its rows, which lie side by side, and its weight."""
+    """One source: its consecutive rows and its weight."""
 
     name: str
     first: int
@@ -224,11 +224,11 @@ class Share:
 
 
 class MixtureStream(PromptStream):
-    """Endless draws from several sources, each with the probability that its weight says.
+    """Endless draws from several sources, each with a probability given by its weight.
 
-    A source's draws are those of a `PromptStream` of its own. All is addressed: draw d is the k-th
-    of its source, where k counts the draws before d that fell to the same source. So the order is a
-    function of the seed, the weights and the sizes alone.
+    Each source is drawn like a `PromptStream` of its own. Everything is addressed: draw d is the
+    k-th draw of its source, where k counts earlier draws from the same source. So the order is a
+    function of seed, weights and sizes alone.
     """
 
     def __init__(
@@ -245,23 +245,23 @@ class MixtureStream(PromptStream):
         weights = [Fraction(share.weight) for share in shares]
         total = sum(weights)
         bounds = [int(sum(weights[: i + 1]) / total * _WORDS) for i in range(len(weights))]
-        # Of all words the first bounds[0] say source 0, and so on.
+        # Random words up to bounds[0] choose source 0, and so on.
         self._bounds = np.array([bound - 1 for bound in bounds], dtype=np.uint64)
         self._seeds = [_number(f"{seed}:{share.name}") for share in shares]
         self._chooser = _number(f"{seed}:source of a draw")
-        # A draw may lie in a source's next pass already while others are in the last.
+        # A draw may be in a source's next pass while others are still in the previous one.
         self._permutation = lru_cache(maxsize=2 * len(shares))(permutation.__wrapped__)
         self._sources = lru_cache(maxsize=2)(self._sources_of_block)
-        # counts[b, s]: draws of source s in the blocks before b; it grows with the draws
+        # counts[b, s]: draws of source s in the blocks before b; grows with the draws.
         self._counts: list[NDArray[np.int64]] = [np.zeros(len(shares), dtype=np.int64)]
 
     @property
     def order(self) -> dict[str, Any]:
-        """See `PromptStream.order`; the seed chooses the sources too."""
+        """The order's keys, as in `PromptStream.order`; the seed also chooses the sources."""
         return {"data.shuffle": self.shuffle, "run.seed": self.seed}
 
     def source(self, draw: int) -> int:
-        """Return the index of the source of a draw."""
+        """Return the index of a draw's source."""
         block, at = divmod(draw, _BLOCK)
         return int(self._sources(block)[at])
 
@@ -276,13 +276,13 @@ class MixtureStream(PromptStream):
         source = int(sources[at])
         share = self.shares[source]
         nth = int(self._counts[block][source]) + int((sources[:at] == source).sum())
-        epoch, place = divmod(nth, share.size)
+        epoch, index = divmod(nth, share.size)
         if self.shuffle:
-            place = int(self._permutation(share.size, self._seeds[source], epoch)[place])
-        return share.first + place
+            index = int(self._permutation(share.size, self._seeds[source], epoch)[index])
+        return share.first + index
 
     def rows_of(self, draw: int) -> range:
-        """Return the rows of the source of a draw."""
+        """Return the rows of a draw's source."""
         share = self.shares[self.source(draw)]
         return range(share.first, share.first + share.size)
 

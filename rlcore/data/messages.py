@@ -1,7 +1,7 @@
-"""Chat messages as rows have them, brought to what chat templates expect.
+"""Chat messages as rows have them, converted to the form that chat templates expect.
 
-The JSON of a call's arguments says one thing: no key twice, no NaN or infinity, and no number that
-would be read as another.
+The JSON of a call's arguments must be unambiguous: no duplicate key, no NaN or infinity, and no
+number that would be read as another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlcore.config.sections.data import DataConfig
 from rlcore.data.rows import shorten
 from rlcore.errors import DataError
 
-# {"role": ..., "content": text, or None beside "tool_calls", ...}
+# {"role": ..., "content": text, or None next to "tool_calls", ...}
 Message = dict[str, Any]
 
 
@@ -25,14 +25,14 @@ def check_messages(where: str, key: str, messages: Sequence[Any]) -> list[Messag
     """Return the messages with text contents, and with the arguments of tool calls as maps.
 
     Raises:
-        DataError: a message without a role, with a content that is no text, or with neither content
-            nor tool calls; a call whose arguments are no map.
+        DataError: a message without a role, with a content that is not text, or with neither
+            content nor tool calls; a call whose arguments are not a map.
     """
     return [_message(f"{where}: message {i} of {key!r}", m) for i, m in enumerate(messages, 1)]
 
 
 def _message(what: str, message: Any) -> Message:
-    # Parquet gives every message every field of the column: a field that is null was never there.
+    # Parquet fills every field of the column in each message: a null field was never there.
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     if not isinstance(given.get("role"), str):
         raise DataError(
@@ -46,11 +46,12 @@ def _message(what: str, message: Any) -> Message:
     if isinstance(content, list):
         content = given["content"] = "".join(_part(what, n, p) for n, p in enumerate(content, 1))
     if content is None and calls:
-        given["content"] = None  # as OpenAI's own messages have it
+        # OpenAI's own messages have a null content here.
+        given["content"] = None
     elif not isinstance(content, str):
         raise DataError(
             f"{what}: each message must be {{role: text, content: text}}, where the content may be"
-            f" a list of text parts too, or null beside tool_calls; got {shorten(message)}"
+            f" a list of text parts too, or null next to tool_calls; got {shorten(message)}"
         )
     return given
 
@@ -69,7 +70,7 @@ def _part(what: str, number: int, part: Any) -> str:
 
 
 def _tool_call(what: str, call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are a map: OpenAI writes them as JSON in a text."""
+    """Return a tool call with its arguments as a map; OpenAI writes them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(
@@ -93,27 +94,28 @@ def _tool_call(what: str, call: Any) -> dict[str, Any]:
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """Read the JSON that begins at `start`. Returns its value, and where it ends.
+    """Read the JSON value that begins at `start`. Returns the value and its end.
 
     Raises:
-        ValueError: it is not JSON, or does not say one thing.
+        ValueError: the text is not JSON, or is ambiguous.
+        RecursionError: the value is nested too deeply.
         RecursionError: it is nested too deep.
     """
     return _DECODER.raw_decode(text, start)
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a text that is JSON and nothing else. Raises as `read_json`."""
+    """Return the value of a text that is JSON as a whole. Raises as `read_json`."""
     value, end = read_json(text, len(text) - len(text.lstrip()))
     if text[end:].strip():
-        raise ValueError(f"there is more behind it: {shorten(text[end:])}")
+        raise ValueError(f"there is more after it: {shorten(text[end:])}")
     return value
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"{shorten(digits)} is more than a number can be")
+        raise ValueError(f"{shorten(digits)} is too large for a number")
     return number
 
 
@@ -163,7 +165,7 @@ def parse_tools(where: str, key: str | None, tools: Any) -> list[dict[str, Any]]
 
 
 def dress(prompt: str | list[Message], data: DataConfig) -> str | list[Message]:
-    """Return the prompt with the system prompt and in the template that `data` sets."""
+    """Return the prompt with the system prompt and template set in `data`."""
     if isinstance(prompt, str) and (data.as_chat or data.system_prompt is not None):
         prompt = [{"role": "user", "content": prompt}]
     template = data.prompt_template

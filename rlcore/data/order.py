@@ -1,4 +1,4 @@
-"""The order in which the rows of a data set are drawn, and what a resumed run must find again."""
+"""The order in which rows are drawn, and the data that a resumed run must find unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlcore.errors import DataError
 
-_BLOCKS = 64  # whose sums a snapshot has
+_BLOCKS = 64  # blocks of rows; a snapshot has the sums of each
 _CANONICAL = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -34,10 +34,10 @@ def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def check_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse another order than that of the saved run.
+    """Refuse an order that differs from the saved run's.
 
     Raises:
-        DataError: names the keys and their values then.
+        DataError: names the changed keys and their saved values.
     """
     changed = [key for key in now if key in saved and saved[key] != now[key]]
     if changed:
@@ -50,15 +50,15 @@ def check_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def digest_row(where: str, tokens: NDArray[np.int32], parts: Any) -> int:
-    """Return a digest of all that a row contributes, 64 bits.
+    """Return a digest of everything that a row contributes, 64 bits.
 
     Args:
         where: "file:line" of the row.
-        tokens: of its prompt.
+        tokens: the tokens of its prompt.
         parts: its label, other columns, messages, tools; the order of columns does not matter.
 
     Raises:
-        DataError: a value that is nested too deep, or has a number beyond 64 bits.
+        DataError: a value is nested too deeply, or has a number beyond 64 bits.
     """
     try:
         canonical = orjson.dumps(parts, default=_plain, option=_CANONICAL)
@@ -70,7 +70,7 @@ def digest_row(where: str, tokens: NDArray[np.int32], parts: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Replace a value that JSON does not know by its text, but never by its address."""
+    """Replace a value unknown to JSON by its text, but never by its address."""
     if isinstance(value, bytes | bytearray | memoryview):
         return xxhash.xxh3_64_hexdigest(bytes(value))
     said = type(value).__str__ is not object.__str__
@@ -82,7 +82,7 @@ class RowRecord:
     """The rows of a data set, as a checkpoint remembers them."""
 
     digests: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-    files: Mapping[str, int] = field(default_factory=dict)  # with their rows, for messages alone
+    files: Mapping[str, int] = field(default_factory=dict)  # path -> rows, for messages only
     where: Callable[[int], str] = str  # "file:line" of a row
 
     @cached_property
@@ -92,28 +92,28 @@ class RowRecord:
 
     @cached_property
     def _bounds(self) -> NDArray[np.int64]:
-        """Where blocks of rows begin and end: the first rows apart, since often all are changed."""
+        """The bounds of blocks of rows; first rows have small blocks, as often all rows change."""
         size = len(self.digests)
         even = np.linspace(0, size, min(size, _BLOCKS) + 1).astype(np.int64)
         return np.unique([*even, *(2**k for k in range(size.bit_length()) if 2**k < size)])
 
     @cached_property
     def _blocks(self) -> list[str]:
-        """Of each block the sum of its digests, and their sum weighted by place, mod 2^64."""
-        places = np.arange(1, len(self.digests) + 1, dtype=np.uint64)
+        """For each block its sum of digests, and the sum weighted by row number, mod 2^64."""
+        numbers = np.arange(1, len(self.digests) + 1, dtype=np.uint64)
         starts = self._bounds[:-1]
-        sums = [np.add.reduceat(v, starts) for v in (self.digests, self.digests * places)]
+        sums = [np.add.reduceat(v, starts) for v in (self.digests, self.digests * numbers)]
         return [f"{plain:016x}{weighted:016x}" for plain, weighted in zip(*sums)]
 
     def saved(self) -> dict[str, Any]:
-        """Return what a snapshot keeps, JSON-able."""
+        """Return the part of a snapshot that describes the rows, JSON-able."""
         return {"files": dict(self.files), "blocks": self._blocks if len(self.digests) else []}
 
     def changes(self, saved: Mapping[str, Any]) -> str:
-        """Say what differs from `saved`, "" where that cannot be said.
+        """Describe the difference to `saved`, "" if it is unknown.
 
-        A change of one row in a block changes the sum by d and the weighted one by d times its
-        place, from which the place follows.
+        A change of one row in a block changes the sum by d and the weighted sum by d times the
+        row's number, which reveals the row.
         """
         blocks = self._blocks if len(self.digests) else []
         before = saved.get("blocks", ())
@@ -125,17 +125,17 @@ class RowRecord:
             np.uint64((int(blocks[block][part], 16) - int(before[block][part], 16)) % 2**64)
             for part in (slice(0, 16), slice(16, 32))
         ]
-        places = np.arange(self._bounds[block] + 1, self._bounds[block + 1] + 1, dtype=np.uint64)
-        found = places[places * gaps[0] == gaps[1]]
+        numbers = np.arange(self._bounds[block] + 1, self._bounds[block + 1] + 1, dtype=np.uint64)
+        found = numbers[numbers * gaps[0] == gaps[1]]
         if len(found) == 1:
             also = "; others differ too" if len(changed) > 1 else ""
             return f"; {self.where(int(found[0]) - 1)} differs{also}"
-        ends = [self.where(int(place) - 1) for place in (places[0], places[-1])]
+        ends = [self.where(int(number) - 1) for number in (numbers[0], numbers[-1])]
         return f"; several rows differ, the first of them between {ends[0]} and {ends[1]}"
 
 
 def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Say which files have come, gone or other numbers of rows, the first few of each."""
+    """Name the files that are new, gone or have another number of rows, the first few of each."""
     changes = {
         "new": [path for path in now if before and path not in before],
         "gone": [path for path in before if path not in now],

@@ -39,13 +39,13 @@ class Prompt:
     text: str
     label: Any = None
     row: dict[str, Any] = field(default_factory=dict)
-    messages: Sequence[Message] | None = None  # of a chat, which `text` is the rendering of
-    tools: Sequence[dict[str, Any]] = ()  # that the prompt describes, as JSON schemas
+    messages: Sequence[Message] | None = None  # of a chat; `text` is their rendering
+    tools: Sequence[dict[str, Any]] = ()  # tools described in the prompt, as JSON schemas
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The most tokens that a prompt may have, and what says so, for messages."""
+    """The maximum number of prompt tokens, and the origin of this limit for messages."""
 
     tokens: int
     why: str
@@ -58,14 +58,14 @@ class LengthLimit:
 class PromptSet:
     """All prompts of a run, in file order.
 
-    Texts and tokens lie in temporary files that are mapped into memory; labels and other columns
-    are read from the data when a prompt is asked for.
+    Texts and tokens are in memory-mapped temporary files; labels and other columns are read from
+    the data when a prompt is accessed.
     """
 
     examples: Examples
     texts: RaggedArray[np.uint8]  # UTF-8
     ragged: RaggedArray[np.int32]
-    digests: NDArray[np.uint64]  # of all that each row contributes
+    digests: NDArray[np.uint64]  # digest of each row's contribution
     # Rows that were too long, by the limit that they exceed.
     left_out: Mapping[LengthLimit, Examples]
     all_examples: Examples
@@ -84,7 +84,7 @@ class PromptSet:
         Prompts that exceed one of `limits` are left out, counted and logged.
 
         Raises:
-            DataError: a bad row (with file and line), or there is none.
+            DataError: a bad row (with file and line), or no rows.
             ConfigError: no prompt is short enough.
         """
         texts = RaggedWriter(np.uint8)
@@ -135,10 +135,10 @@ class PromptSet:
         return Prompt(example.where, self.ragged[row], self.text(row), *given)
 
     def without(self, too_long: NDArray[np.bool_], limit: LengthLimit) -> PromptSet:
-        """Return the set without some prompts, as if `limit` had left them out.
+        """Return the set without some prompts, as if `limit` had excluded them.
 
         Raises:
-            ConfigError: none is left.
+            ConfigError: no prompt is left.
         """
         kept = np.flatnonzero(~too_long)
         left_out = self.all_examples.take(self.examples.rows[too_long])
@@ -163,16 +163,16 @@ class PromptSet:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The tokens of all prompts, one behind the other."""
+        """The tokens of all prompts, concatenated."""
         return self.ragged.values
 
     @property
     def num_excluded(self) -> int:
-        """How many prompts were too long."""
+        """The number of prompts that were too long."""
         return sum(len(rows) for rows in self.left_out.values())
 
     def by_part(self) -> Iterator[tuple[Part, range]]:
-        """Yield each file with its prompts."""
+        """Yield each file with the range of its prompts."""
         first = 0
         last_row = 0
         for part in self.all_examples.parts:
@@ -188,17 +188,17 @@ class PromptSet:
 
     @cached_property
     def record(self) -> RowRecord:
-        """What a resumed run must find again: the same rows, in order."""
+        """The record of the rows, which a resumed run must find unchanged, in order."""
         files = {part.path: len(part.rows) for part in self.all_examples.parts}
         return RowRecord(self.digests, files, self.examples.where)
 
     def fingerprint(self) -> str:
-        """Return a digest of all that the rows contribute, and their order."""
+        """Return a digest of everything that the rows contribute, and of their order."""
         return self.record.fingerprint
 
 
 def chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
-    """Yield examples in lists as long as the tokenizer takes at once."""
+    """Yield examples in lists of the size that the tokenizer takes at once."""
     while chunk := list(islice(examples, ENCODE_CHUNK)):
         yield chunk
 
@@ -228,10 +228,10 @@ def render_messages(
     *,
     generate: bool = True,
 ) -> str:
-    """Return messages as the template of a row's chat writes them; a text is one already.
+    """Return messages as rendered by the chat template of a row; a text is returned as it is.
 
     Args:
-        generate: up to the assistant's turn.
+        generate: add the beginning of the assistant's turn.
     """
     if isinstance(messages, str):
         return messages
@@ -248,11 +248,12 @@ def render_messages(
 def tokenize_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[NDArray[np.int32]]]:
-    """Return text and tokens of each prompt. Raises DataError for a prompt without tokens."""
+    """Return the text and tokens of each prompt. Raises DataError for an empty prompt."""
     texts = [render_messages(example, example.prompt, tokenizer) for example in examples]
     tokens = encode(tokenizer, texts, [example.where for example in examples])
     bos = leading_bos(tokenizer)
-    if bos:  # not for chats: a template writes its own
+    # Not for chats, whose template writes the BOS.
+    if bos:
         tokens = [
             np.array([*bos, *ids], dtype=np.int32) if isinstance(example.prompt, str) else ids
             for example, ids in zip(examples, tokens)
@@ -269,9 +270,9 @@ def tokenize_prompts(
 class PromptStream:
     """Endless draws from `size` rows: draw d is row `d mod size` of the order of pass `d // size`.
 
-    The order is addressed, not consumed: the whole state is the next draw and the draws that were
-    given back. A subclass whose order depends on results is notified of them, and says what must be
-    written down: see `rlcore.data.curriculum.stream`.
+    The order is addressed, not consumed: the whole state is the next draw and the requeued draws. A
+    subclass whose order depends on results is notified of them, and provides the state to write
+    down: see `rlcore.data.curriculum.stream`.
     """
 
     def __init__(
@@ -283,9 +284,12 @@ class PromptStream:
         self.seed = seed
         self.shuffle = shuffle
         self.fingerprint = fingerprint
-        self.record = RowRecord()  # says which rows differ, in the message of `restore` alone
-        self.cursor = 0  # the next draw that was never made
-        self._requeued: list[int] = []  # sorted; drawn again before new ones
+        # Names the changed rows in the error of `restore`.
+        self.record = RowRecord()
+        # The next new draw.
+        self.cursor = 0
+        # Sorted; drawn again before new ones.
+        self._requeued: list[int] = []
 
     def row(self, draw: int) -> int:
         """Return the row of a draw."""
@@ -293,7 +297,7 @@ class PromptStream:
         return int(permutation(self.size, self.seed, epoch)[at]) if self.shuffle else at
 
     def rows_of(self, draw: int) -> range:
-        """Return the rows among which a draw is: all, or those of its source."""
+        """Return the rows that a draw chooses from: all, or those of its source."""
         return range(self.size)
 
     def take(self, count: int) -> list[int]:
@@ -305,7 +309,7 @@ class PromptStream:
         return again + list(new)
 
     def requeue(self, draw: int) -> None:
-        """Give `draw` back. It is taken next, under its number and so with the same randomness."""
+        """Requeue `draw`. It is taken next, with its old number and so the same random numbers."""
         if not 0 <= draw < self.cursor or draw in self._requeued:
             raise ValueError(
                 f"draw {draw} was not taken: the stream has made {self.cursor} draws,"
@@ -313,40 +317,40 @@ class PromptStream:
             )
         insort(self._requeued, draw)
 
-    # --- what a curriculum is told, and has written down ------------------------------------------
+    # --- hooks of a curriculum --------------------------------------------------------------------
 
     def chosen(self, draw: int) -> int | None:
-        """Return the row of a draw if it must be written down: nothing else says it."""
+        """Return the row of a draw if it must be written down, because it cannot be derived."""
         return None
 
     def outcome(self, samples: Sequence[Sample]) -> Outcome | None:
-        """Return what has to be known, and written down, of the finished group of a draw."""
+        """Return the result of a draw's finished group, if it must be written down."""
         return None
 
     def finished(self, draw: int, outcome: Outcome | None) -> None:
-        """Note the result of a draw's group."""
+        """Receive the result of a draw's group."""
 
     def settled(self, draw: int) -> None:
-        """Note that a draw was consumed or dropped, and so will not come again."""
+        """Learn that a draw was consumed or dropped; it will not come again."""
 
     def failed(self, draw: int) -> None:
-        """Note that the group of a draw was given up for good; the draw will not come again."""
+        """Learn that the group of a draw was given up for good; the draw will not come again."""
 
     def handed_over(self) -> None:
-        """Note that a step has its batch."""
+        """Learn that a step has its batch."""
 
     def check_told(self) -> None:
-        """Raise RunFailed where the order depends on results, and none says anything."""
+        """Raise RunFailed if the order depends on results and none has a known result."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what is worth logging at a hand-over."""
+        """Return the metrics to log at a hand-over."""
         return {}
 
     # --- state ------------------------------------------------------------------------------------
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the row of a draw follows from, by its key: no other order goes on where it was."""
+        """The settings that determine the order, by key; a resumed run must have the same."""
         return {"data.shuffle": self.shuffle} | ({"run.seed": self.seed} if self.shuffle else {})
 
     @property
@@ -369,7 +373,7 @@ class PromptStream:
         """Continue where `snapshot` was taken.
 
         Raises:
-            DataError: the prompts are not those of the snapshot, or come in another order.
+            DataError: the prompts or their order differ from the snapshot's.
         """
         self._check_kind(state)
         if (state["size"], state["fingerprint"]) != (self.size, self.fingerprint):
@@ -397,15 +401,15 @@ class PromptStream:
         return {**PromptStream.snapshot(self), "cursor": 0, "requeued": []}
 
     def adopted(self, draw: int) -> int | None:
-        """Return `chosen` of a later draw than the restored snapshot's, whose group is kept."""
+        """Return `chosen` for a kept draw that is later than the restored snapshot."""
         return None
 
     def move(self, cursor: int, requeued: Sequence[int]) -> None:
-        """Go to another position.
+        """Move to another position.
 
         Args:
-            cursor: how many draws were made there.
-            requeued: draws that came back.
+            cursor: the number of draws made there.
+            requeued: the requeued draws.
         """
         self.cursor = cursor
         self._requeued = sorted(requeued)

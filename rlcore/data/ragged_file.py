@@ -1,6 +1,6 @@
-"""Arrays of different lengths in a nameless temporary file, mapped into memory.
+"""Arrays of different lengths in an unnamed temporary file, mapped into memory.
 
-The system keeps of it in memory what is read often, and drops that when memory is short.
+The system caches frequently read parts in memory, and drops them when memory is short.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 class RaggedWriter(Generic[T]):
-    """Writes arrays one behind the other; `done` gives them back."""
+    """Writes arrays one after another; `done` returns them."""
 
     def __init__(self, dtype: type[T]) -> None:
         self._dtype = dtype
@@ -34,7 +34,7 @@ class RaggedWriter(Generic[T]):
         self._offsets.append(self._offsets[-1] + len(values))
 
     def done(self) -> RaggedArray[T]:
-        """Return what was written. Raises DataError if the disk is full."""
+        """Return the written arrays. Raises DataError if the disk is full."""
         try:
             self._file.flush()
         except OSError as error:
@@ -44,26 +44,29 @@ class RaggedWriter(Generic[T]):
             values = np.memmap(self._file, dtype=self._dtype, mode="r")
         else:
             values = np.zeros(0, dtype=self._dtype)
-        self._file.close()  # the mapping has the file open for itself
+        # The mapping keeps the file open.
+        self._file.close()
         return RaggedArray(values, np.array(self._offsets, dtype=np.int64))
 
 
 class RaggedArray(Generic[T]):
-    """Arrays of different lengths, which lie one behind the other in `values`."""
+    """Arrays of different lengths, concatenated in `values`."""
 
     def __init__(self, values: NDArray[T], offsets: NDArray[np.int64]) -> None:
         self.values = values
-        self.offsets = offsets  # [N+1]
+        # [N+1]
+        self.offsets = offsets
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> NDArray[T]:
         part: Any = self.values[self.offsets[index] : self.offsets[index + 1]]
-        return np.array(part)  # in memory, and without a tie to the file
+        # A copy in memory, independent of the file.
+        return np.array(part)
 
     def take(self, rows: NDArray[np.int64]) -> RaggedArray[T]:
-        """Return some of the arrays, in a file of their own. Raises DataError as `done`."""
+        """Return some of the arrays, in a separate file. Raises DataError as `done`."""
         writer = RaggedWriter(self.values.dtype.type)
         for row in rows.tolist():
             writer.add(self[row])

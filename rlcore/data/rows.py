@@ -1,6 +1,6 @@
-"""Rows of JSONL and parquet files and of Hugging Face datasets, read one by one from the disk.
+"""Rows of JSONL and parquet files and of Hugging Face datasets, read one at a time from disk.
 
-A bad row is an error that names its file and line.
+A bad row raises an error that names its file and line.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rlcore.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _ROWS = "JSONL or parquet, one row a prompt"
-# Rows of an Arrow batch in the temporary file: a row is read by way of its batch.
+# Rows of an Arrow batch in the temporary file: reading a row reads its batch.
 _BATCH_ROWS = 1024
 _BOM = b"\xef\xbb\xbf"
-# what may be a whole number beyond 64 bits; in a text it may stand
+# Digits that may be a whole number beyond 64 bits; inside a text they are allowed.
 _LONG_NUMBER = re.compile(rb"(?<![\d.eE+])\d{19,}(?![\d.eE])")
 
 
 class RowFile:
-    """The rows of one file, any of which can be read; few of them are ever in memory."""
+    """The rows of one file, with random access; few rows are in memory at a time."""
 
-    # Missing fields came as nulls, as in parquet, where every row has every field of the schema.
+    # Whether missing fields are nulls, as in parquet: each row has every field of the schema.
     fills_with_null = False
 
     def __init__(self, name: object) -> None:
@@ -57,7 +57,7 @@ class RowFile:
 
 
 def open_rows(path: Path) -> RowFile:
-    """Open one file. Raises DataError if it cannot be read; a bad row shows when it is read."""
+    """Open one file. Raises DataError if it is unreadable; a bad row fails when it is read."""
     check_file(path)
     try:
         return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
@@ -68,7 +68,7 @@ def open_rows(path: Path) -> RowFile:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is not there, is empty or of no known kind (DataError); reads nothing."""
+    """Refuse a missing, empty or unknown kind of file (DataError); reads nothing."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {what}; expected {_ROWS}")
@@ -84,14 +84,15 @@ def check_file(path: Path) -> None:
 
 
 class JsonRows(RowFile):
-    """A file with one JSON object a line, of which only the offsets of the lines are in memory."""
+    """A file with one JSON object a line; only the lines' offsets are in memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # Not for one block: it serves reads for as long as the prompts live.
+        # Not closed at the end of a block: the file serves reads as long as the prompts live.
         self._file = path.open("rb")
         starts = array("q", [0])
-        blank_from = 0  # lines behind the last one that is not blank are no rows
+        # Blank lines at the end of the file are not rows.
+        blank_from = 0
         for number, line in enumerate(self._file, start=1):
             starts.append(starts[-1] + len(line))
             if line.strip() and line != _BOM:
@@ -111,7 +112,7 @@ class JsonRows(RowFile):
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            # orjson counts lines inside the row too; only the column means something to the reader.
+            # orjson counts lines inside the row too; only the column is meaningful to the reader.
             reason = re.sub(r": line \d+ column (\d+) \(char \d+\)", r" at column \1", str(error))
             text = shorten(line.decode(errors="replace"))
             raise DataError(
@@ -133,7 +134,8 @@ def _refuse_long_numbers(line: bytes, where: str) -> None:
             found.append(text)
         return 0
 
-    with suppress(ValueError, RecursionError):  # it is no JSON, which is said later
+    # A line that is not JSON is reported later.
+    with suppress(ValueError, RecursionError):
         json.loads(line, parse_int=whole)
     if found:
         raise DataError(
@@ -143,9 +145,9 @@ def _refuse_long_numbers(line: bytes, where: str) -> None:
 
 
 class ParquetRows(RowFile):
-    """A parquet file, of which an uncompressed copy lies memory-mapped in a nameless file.
+    """A parquet file, with an uncompressed, memory-mapped copy in an unnamed file.
 
-    Parquet itself gives no single row, only a group of maybe a million.
+    Parquet itself does not give single rows, only row groups of up to about a million.
     """
 
     fills_with_null = True
@@ -156,10 +158,10 @@ class ParquetRows(RowFile):
 
         super().__init__(path)
         starts = [0]
-        # TMPDIR says where. Without a name after the block; the mapping keeps it alive.
+        # TMPDIR sets the folder. The mapping keeps the unnamed file alive after the block.
         with tempfile.NamedTemporaryFile(prefix="rlcore-rows-") as copy:
             try:
-                # pre_buffer would hold a whole row group, compressed, besides what is read of it
+                # pre_buffer would hold a whole compressed row group next to its decoded part.
                 with (
                     pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file,
                     pyarrow.ipc.new_file(copy, file.schema_arrow) as writer,
@@ -198,9 +200,9 @@ class ParquetRows(RowFile):
 
 
 def pick(row: dict[str, Any], key: str) -> Any:
-    """Return the value at a key, which may go into columns by dots. Raises KeyError without one.
+    """Return the value at a key, which may be dotted to reach into columns. Raises KeyError.
 
-    A column whose own name has dots comes first.
+    A column whose own name has dots takes precedence.
     """
     if key in row:
         return row[key]
@@ -213,7 +215,7 @@ def pick(row: dict[str, Any], key: str) -> Any:
 
 
 def has(row: dict[str, Any], key: str) -> bool:
-    """Whether there is something at a dotted key; null is nothing."""
+    """Whether a dotted key has a value other than null."""
     try:
         return pick(row, key) is not None
     except KeyError:
@@ -221,7 +223,7 @@ def has(row: dict[str, Any], key: str) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without fields that are null, at any depth."""
+    """Return the value without null fields, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The sample: a finished response with all that training needs, as it crosses processes."""
+"""The sample: a finished response with everything that training needs, as sent to processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
-SAMPLING_MASK_KEY = "keep_sets"  # of a sampling mask in records: files keep their first name for it
-# A log-prob may lie so much above 0 in an engine's arithmetic.
+ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # array fields of a sample
+SAMPLING_MASK_KEY = "keep_sets"  # in records: files keep their first name for a sampling mask
+# By how much a log-prob may exceed 0 through an engine's rounding.
 MAX_LOGPROB = 1e-3
 # The experts that an engine recorded, [t, layers with experts, experts a token]; -1: not recorded.
 # Row i belongs to token i of a sequence, prompt included. A record may end before the sequence
 # does: the last token of a response is never fed to the engine.
 Experts = NDArray[np.int16]
-# Why the last turn of a sample was the last one:
+# Why the last turn of a sample was the last:
 #   stop      the model ended it           length   tokens of a turn or of the rollout were spent
 #   abort     an engine gave it up         context  the engine's context is full
 #   turns     no more turns are allowed    timeout  the rollout's time is up
@@ -28,10 +28,10 @@ FinishReason = Literal["stop", "length", "abort", "context", "turns", "timeout",
 
 
 def verdict_in(metadata: Mapping[str, Any], reward: float) -> bool | None:
-    """Return whether the answer of a sample is right, from its record; None: nothing says so.
+    """Return whether a sample's answer is right, according to its record; None if unknown.
 
-    A sample that has a score though its reward failed counts as wrong: left out, it would raise the
-    accuracy.
+    A sample that has a score although its reward failed counts as wrong; leaving it out would raise
+    the accuracy.
     """
     correct = metadata.get("correct")
     if isinstance(correct, bool):
@@ -40,21 +40,21 @@ def verdict_in(metadata: Mapping[str, Any], reward: float) -> bool | None:
 
 
 def joint_verdict(verdicts: Iterable[bool | None]) -> bool | None:
-    """Return whether a rollout is right: all its samples are; None: nothing says so."""
+    """Return whether all samples of a rollout are right; None if no verdict is known."""
     known = [verdict for verdict in verdicts if verdict is not None]
     return all(known) if known else None
 
 
 def verdict_word(verdict: bool | None) -> str:
-    """Return the word that stands for a verdict on every page and terminal; "" for none."""
+    """Return the word for a verdict on all pages and terminals; "" for None."""
     return "" if verdict is None else "right" if verdict else "wrong"
 
 
 class Branch(NamedTuple):
-    """Which sample of its rollout a sample is."""
+    """The position of a sample in its rollout."""
 
-    rollout: int  # of the draw, from 0
-    branch: int  # of the rollout, from 1
+    rollout: int  # number of the rollout in the draw, from 0
+    branch: int  # number of the sample in the rollout, from 1
     branches: int
 
 
@@ -62,18 +62,18 @@ def branches_of(samples: Iterable[tuple[Hashable, int]]) -> list[Branch]:
     """Number the samples of each rollout, in order.
 
     Args:
-        samples: the draw of each, with its set if there are several, and its rollout_id.
+        samples: for each sample, its draw (with its set if there are several) and rollout_id.
     """
     groups: dict[Hashable, dict[int, int]] = {}
-    places = []
+    branches = []
     for draw, rollout_id in samples:
         counts = groups.setdefault(draw, {})
         counts[rollout_id] = counts.get(rollout_id, 0) + 1
-        places.append((draw, rollout_id, counts[rollout_id]))
+        branches.append((draw, rollout_id, counts[rollout_id]))
     numbers = {draw: {one: n for n, one in enumerate(counts)} for draw, counts in groups.items()}
     return [
         Branch(numbers[draw][rollout_id], branch, groups[draw][rollout_id])
-        for draw, rollout_id, branch in places
+        for draw, rollout_id, branch in branches
     ]
 
 
@@ -90,9 +90,9 @@ class VersionSpan:
 class TurnSpan:
     """A turn of the model that is trained in a sample."""
 
-    turn: int  # its number in the rollout
-    message: int  # its place in `Sample.messages`
-    start: int  # it made trainable tokens [start, end)
+    turn: int  # number of the turn in the rollout
+    message: int  # index into `Sample.messages`
+    start: int  # the turn made trainable tokens [start, end)
     end: int
 
 
@@ -107,11 +107,11 @@ class Sample:
         rollout_logprobs            .. .. ..      one per trainable token
     """
 
-    draw: int  # the drawing of the prompt from the data: unique in a run, the ledger's key
-    index: int  # which sample of that draw
+    draw: int  # number of the draw: unique in a run, the ledger's key
+    index: int  # number of the sample in its draw
     prompt_id: str  # the row: "file:line"
     group_id: int  # equal for samples of one draw
-    rollout_id: int  # equal for samples that came from one rollout
+    rollout_id: int  # equal for samples of one rollout
     tokens: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.uint8]  # [T], 1 where the policy chose the token
     rollout_logprobs: NDArray[np.float32]  # [m], m = loss_mask.sum()
@@ -132,13 +132,13 @@ class Sample:
     sampling_mask: SamplingMasks | None = None
     # [t <= T, layers, k]: the experts of each token, if the engine recorded them.
     routed_experts: Experts | None = None
-    # The prompt as chat messages, where the row has them, and in a conversation all others.
+    # The prompt as chat messages, if the row has them; in a conversation all messages.
     messages: Sequence[Mapping[str, Any]] | None = None
-    # Of a conversation: the turns whose tokens are trainable here.
+    # In a conversation, the turns whose tokens are trainable here.
     turn_spans: tuple[TurnSpan, ...] = ()
     # Rewards that the workflow itself gave the rollout, by name.
     outcome: dict[str, float] = field(default_factory=dict)
-    # What was measured of the rollout, by name: in one of its samples, so that it counts once.
+    # Measurements of the rollout, by name; in only one of its samples, so that they count once.
     measured: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class Sample:
             )
 
     def check_token_rewards(self) -> None:
-        """Refuse token rewards that are not finite and one a trainable token (ValueError).
+        """Refuse token rewards unless finite and one per trainable token (ValueError).
 
         A workflow sets them after construction.
         """
@@ -227,12 +227,12 @@ class Sample:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the reward is known: the reward of a sample whose reward failed is NaN."""
+        """Whether the reward is known; a failed reward is NaN."""
         return not math.isnan(self.reward)
 
     @property
     def verdict(self) -> bool | None:
-        """Whether the answer is right; None where nothing says so."""
+        """Whether the answer is right; None if unknown."""
         return verdict_in(self.metadata, self.reward)
 
     @property
@@ -254,13 +254,13 @@ class Sample:
 
     @property
     def chat(self) -> list[Mapping[str, Any]] | None:
-        """The messages of prompt and response; None where the prompt is no chat."""
+        """The messages of prompt and response; None if the prompt is not a chat."""
         if self.messages is None or self.turn_spans:
             return None if self.messages is None else [*self.messages]
         return [*self.messages, {"role": "assistant", "content": self.response_text}]
 
     def turn_ids(self) -> NDArray[np.int64]:
-        """Return the turn of its rollout that made each trainable token, int64 [m]."""
+        """Return the number of the turn that made each trainable token, int64 [m]."""
         if not self.turn_spans:
             return np.zeros(self.num_trainable, dtype=np.int64)
         lengths = [span.end - span.start for span in self.turn_spans]
@@ -270,10 +270,11 @@ class Sample:
         """Return everything as JSON-able values, for recorded samples and checkpoints.
 
         Args:
-            arrays: leave arrays as they are, for a writer that is faster with them than with lists.
+            arrays: leave arrays as they are, for a writer that handles them faster than lists.
         """
         record = {name: getattr(self, name) for name in self.__slots__}
-        if not self.turn_spans:  # the text of the prompt is enough
+        if not self.turn_spans:
+            # The text of the prompt is sufficient.
             del record["messages"]
         for name in () if arrays else ARRAYS:
             record[name] = None if record[name] is None else record[name].tolist()
@@ -288,13 +289,15 @@ class Sample:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Sample:
-        """Make a sample of a record; keys that a file adds (an advantage, say) are ignored."""
+        """Make a sample from a record; keys added by a file (such as advantages) are ignored."""
         known = {name: record[name] for name in cls.__slots__ if name in record}
-        if record.get("reward", 0.0) is None:  # JSON has no NaN
+        if record.get("reward", 0.0) is None:
+            # JSON has no NaN.
             known["reward"] = math.nan
         known["tokens"] = np.asarray(record["tokens"], dtype=np.int32)
         known["loss_mask"] = np.asarray(record["loss_mask"], dtype=np.uint8)
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused later
+        # An excessive value becomes infinite, and is refused later.
+        with np.errstate(over="ignore"):
             known["rollout_logprobs"] = np.asarray(record["rollout_logprobs"], dtype=np.float32)
             if known.get("token_rewards") is not None:
                 known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
@@ -309,7 +312,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMasks:
-    """m sets of tokens, one behind the other. A count of 0 stands for the whole vocabulary.
+    """m sets of tokens, concatenated. A count of 0 stands for the whole vocabulary.
 
         counts   2      0     1
         tokens   a c    .     b
@@ -340,7 +343,7 @@ class SamplingMasks:
 
     @classmethod
     def joined(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
-        """Join sets in order, of a sample with several turns, say."""
+        """Concatenate sets in order, for example of a sample with several turns."""
         if not parts:
             return cls.whole(0)
         return cls(
@@ -364,15 +367,15 @@ class SamplingMasks:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> SamplingMasks:
-        """Make the sets of a record."""
+        """Make the sets from a record."""
         return cls(*(np.asarray(record[name], dtype=np.int32) for name in ("tokens", "counts")))
 
 
 def join_experts(records: Sequence[Experts]) -> Experts:
     """Join the records of the completions of a sample with several turns.
 
-    A token's first record counts, with which it was made. A completion that was aborted before its
-    first token has an empty record, which knows neither layers nor experts.
+    A token's first record counts, since the token was made with it. A completion that was aborted
+    before its first token has an empty record without layers and experts.
     """
     joined = records[0]
     for record in records[1:]:
@@ -390,6 +393,6 @@ def encode_experts(record: Experts) -> dict[str, Any]:
 
 
 def decode_experts(value: dict[str, Any]) -> Experts:
-    """Decode what `encode_experts` made."""
+    """Decode the output of `encode_experts`."""
     flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype="<i2")
     return flat.astype(np.int16).reshape(value["shape"])

@@ -1,6 +1,6 @@
-"""What no policy, engine or workflow can have made is refused before it is trained on.
+"""Checks that refuse impossible samples before they are trained on.
 
-A sample is looked at again when its maker hands it over: it may have been changed since.
+A sample is checked again when its maker hands it over, since it may have been modified.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from rlcore.data.sample import MAX_LOGPROB, FinishReason, Sample, SamplingMasks, TurnSpan
 
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs")
-# the largest whole number of each field, so that `Sample.sequence_id` has 64 bits
+# The upper bound of each field, so that `Sample.sequence_id` fits into 64 bits.
 MAX_INTEGERS = {"draw": 1 << 42, "index": 1 << 20, "group_id": 1 << 62, "rollout_id": 1 << 62}
 TEXTS = ("prompt_id", "prompt_text", "response_text")
-NUMBERS = ("reward_parts", "outcome", "measured")  # by name
+NUMBERS = ("reward_parts", "outcome", "measured")  # fields that map names to numbers
 REASONS = get_args(FinishReason)
-MAX_REWARD = float(np.finfo(np.float32).max)  # in a batch they are float32
+MAX_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a batch
 
 
 def check_sample(sample: Sample, *, vocab_size: int) -> None:
     """Refuse a sample that cannot be trained on or written down (ValueError).
 
     Args:
-        vocab_size: of the policy.
+        vocab_size: the policy's vocabulary size.
     """
     where = f"sample {sample.index!r} of draw {sample.draw!r}"
     _check_types(where, sample)
@@ -47,7 +47,7 @@ def check_logprobs(logprobs: NDArray[np.float32]) -> None:
     """Refuse log-probs that no engine can have computed (ValueError)."""
     if not len(logprobs):
         return
-    # quickly: the least one is NaN where any is
+    # A quick check: the minimum is NaN if any value is.
     if -math.inf < logprobs.min() and logprobs.max() <= MAX_LOGPROB:
         return
     bad = (~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))).nonzero()[0]
@@ -129,7 +129,8 @@ def _check_array(where: str, name: str, value: Any) -> None:
 
 def _check_integer(where: str, name: str, value: Any, largest: int) -> None:
     if type(value) is int and 0 <= value < largest:
-        return  # the usual case, quickly
+        # The usual case, handled fast.
+        return
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not (whole and 0 <= value < largest):
         raise _wrong(where, name, value, f"a whole number from 0 to {largest - 1}")

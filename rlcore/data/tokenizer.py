@@ -20,7 +20,7 @@ from rlcore.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODE_CHUNK = 4096  # texts a call: bounds the Python lists that the tokenizer returns
+ENCODE_CHUNK = 4096  # texts a call; bounds the Python lists that the tokenizer returns
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -29,7 +29,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: the folder does not exist, or holds no tokenizer that transformers can load.
     """
-    from transformers import AutoTokenizer  # slow to import
+    # Slow to import.
+    from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
         raise ModelError(
@@ -43,19 +44,20 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"tokenizer: {folder} holds none that can be loaded ({type(error).__name__}: {reason})"
+            f"tokenizer: {folder} holds no tokenizer that can be loaded"
+            f" ({type(error).__name__}: {reason})"
         ) from error
-    # Without tokenizer files transformers makes one of the model's kind, with special tokens alone.
+    # Without tokenizer files, transformers makes one for the model type with only special tokens.
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ModelError(
-            f"tokenizer: {folder} holds none: no tokenizer.json, tokenizer.model or vocab.json in"
-            " it; copy them there, or set model.tokenizer to a folder that has them"
+            f"tokenizer: {folder} holds no tokenizer: no tokenizer.json, tokenizer.model or"
+            " vocab.json in it; copy them there, or set model.tokenizer to a folder that has them"
         )
     return tokenizer
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return `[bos]` if the tokenizer puts one before plain text, else `[]`."""
+    """Return `[bos]` if the tokenizer puts a BOS before plain text, else `[]`."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return []
@@ -72,17 +74,17 @@ def encode(
     """Encode each text, int32 [n].
 
     Args:
-        special: add the special tokens of a whole text; in a prompt an EOS would end it.
+        special: add the special tokens of a complete text; inside a prompt, an EOS would end it.
 
     Raises:
-        DataError: a text that the tokenizer refuses; names its row, from `where`.
+        DataError: the tokenizer refuses a text; names its row, from `where`.
     """
     out: list[NDArray[np.int32]] = []
     for start in range(0, len(texts), ENCODE_CHUNK):
         chunk = list(texts[start : start + ENCODE_CHUNK])
         try:
             encoded = _encode(tokenizer, chunk, special)
-        # tokenizers raises no narrower error; one by one shows which text it is
+        # tokenizers raises no narrower error; encoding one by one shows the failing text
         except Exception:  # noqa: BLE001
             encoded = [
                 _encode_row(tokenizer, text, row, special)
@@ -96,7 +98,7 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = False
 ) -> list[list[int]]:
     if is_plain(tokenizer):
-        # what lies between, and offsets, take as long as the ids
+        # Offsets and other results, which the general call computes, take as long as the ids.
         backend = tokenizer.backend_tokenizer
         found = backend.encode_batch_fast(texts, add_special_tokens=special)
         return [encoding.ids for encoding in found]
@@ -108,7 +110,7 @@ def _encode(
 
 
 def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer hands texts to its backend as they are, and returns all of its ids."""
+    """Whether the tokenizer passes texts unchanged to its backend, and returns all of its ids."""
     kind: type = type(tokenizer)
     if not _is_plain_class(kind) or tokenizer.split_special_tokens:
         return False
@@ -120,7 +122,8 @@ def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _is_plain_class(kind: type) -> bool:
     from transformers import PreTrainedTokenizerFast
 
-    ways = ("__call__", "_encode_plus", "_batch_encode_plus")  # the last one is of older versions
+    # `_batch_encode_plus` exists in older versions.
+    ways = ("__call__", "_encode_plus", "_batch_encode_plus")
     return issubclass(kind, PreTrainedTokenizerFast) and all(
         getattr(kind, way, None) is getattr(PreTrainedTokenizerFast, way, None) for way in ways
     )
@@ -137,7 +140,7 @@ def _encode_row(
         which = f": it lacks the symbols {symbols[:40]!r}" if missing else ""
         raise DataError(
             f"{where}: the tokenizer cannot encode {text[:80]!r}{which} ({error}). A model of"
-            " `rlcore init-model` knows the characters of its --alphabet alone"
+            " `rlcore init-model` only knows the characters of its --alphabet"
         ) from error
 
 
@@ -162,14 +165,14 @@ def render_chat(
     """Render messages by the tokenizer's chat template, special tokens included.
 
     Args:
-        tools: what the template says the model can call, as JSON schemas.
+        tools: the tools offered to the model, as JSON schemas.
         chat_kwargs: further variables of the template.
-        every_call: the text must have all calls of tools in the messages.
+        every_call: require that the text contains all tool calls of the messages.
 
     Raises:
-        DataError: there is no template, it refuses these messages, leaves out a call, or takes no
+        DataError: there is no template, or it refuses the messages, omits a call, or takes no
             tools; names the row `where`.
-        ConfigError: it does not read one of `chat_kwargs`.
+        ConfigError: the template does not read one of `chat_kwargs`.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -181,7 +184,7 @@ def render_chat(
     _check_template(tokenizer, where, given, chat_kwargs)
     settings = {"tools": given, "add_generation_prompt": add_generation_prompt, **chat_kwargs}
     has_calls = any(message.get("tool_calls") for message in messages)
-    # DeepSeek's templates want messages with calls as OpenAI's API has them
+    # DeepSeek's templates expect messages with calls in the form of OpenAI's API.
     forms = (_render_plain, _render_as_sent) if has_calls else (_render_plain,)
     refusal: Exception | None = None
     for form in forms:
@@ -191,7 +194,7 @@ def render_chat(
             if not every_call or shows_calls(render, messages):
                 return text
             refusal = None
-        # recovery: the other form is tried
+        # recovery: try the other form
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             refusal = error
     if refusal is not None:
@@ -203,9 +206,9 @@ def render_chat(
 
 
 def shows_calls(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> bool:
-    """Whether a rendering has every call of a tool.
+    """Whether a rendering contains every tool call.
 
-    Called names get a mark, since descriptions of tools and contents may have the names as well.
+    Called names get a mark, because tool descriptions and contents may contain the names as well.
     """
     marks: list[str] = []
     marked = [_marked(message, marks) for message in messages]
@@ -216,7 +219,7 @@ def shows_calls(render: Callable[[Sequence[Message]], str], messages: Sequence[M
 
 
 def _marked(message: Message, marks: list[str]) -> Message:
-    """Return a message with a mark in the name of each function that it calls."""
+    """Return a message with a mark in the name of each called function."""
     calls = []
     for call in message.get("tool_calls") or ():
         marks.append(f"{call['function']['name']}_{len(marks):05d}_")
@@ -233,9 +236,9 @@ def _render_plain(
 def _render_as_sent(
     tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], messages: Sequence[Message]
 ) -> str:
-    """Render messages whose calls have arguments as JSON, and whose content is null.
+    """Render messages whose calls have arguments as JSON text and whose content is null.
 
-    `apply_chat_template` removes a content that is null, and such templates then fail.
+    `apply_chat_template` drops a null content, and such templates then fail.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -267,14 +270,15 @@ def _check_template(
     tools: list[dict[str, Any]] | None,
     chat_kwargs: Mapping[str, Any],
 ) -> None:
-    """Refuse what the template would ignore without a word."""
+    """Refuse tools and variables that the template would silently ignore."""
     if not tools and not chat_kwargs:
         return
     template = tokenizer.get_chat_template(tools=tools)
     if tools and "tools" not in template:
         raise DataError(
             f"{where}: the row has tools, but the chat template of {tokenizer.name_or_path!r}"
-            " describes none; set data.tools_key to null, or take a model that was made for tools"
+            " describes none; set data.tools_key to null, or use a model that was trained with"
+            " tools"
         )
     for name in chat_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -286,7 +290,8 @@ def _check_template(
 
 def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
     """Decode each sequence without special tokens, exactly as the tokens spell it."""
-    if not sequences:  # of none, some versions of transformers make one empty text
+    if not sequences:
+        # Some versions of transformers make an empty text of an empty list.
         return []
     return list(
         tokenizer.batch_decode(
@@ -303,7 +308,7 @@ def stop_token_ids(
     """Return the tokens that end a response: the tokenizer's EOS and `extra`, in increasing order.
 
     Raises:
-        ModelError: there is none, so that no response could ever stop.
+        ModelError: there is none, so no response would ever stop.
     """
     ids = set(extra)
     if tokenizer.eos_token_id is not None:

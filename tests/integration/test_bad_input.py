@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
          "Qwen3ForCausalLM")),
     "config.json": (given("model.path={wrong}/no_json"), ("no_json/config.json", "not valid JSON")),
     "no tokenizer": (given("model.path={wrong}/no_tokenizer"),
-                     ("no_tokenizer holds none", "set model.tokenizer")),
+                     ("no_tokenizer holds no tokenizer", "set model.tokenizer")),
     "tokenizer of another model": (given("model.tokenizer={wrong}/large"),
                                    ("vocabulary of 31", "34")),
     "critic's vocabulary": (

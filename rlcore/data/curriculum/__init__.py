@@ -1,4 +1,4 @@
-"""Curricula choose the prompt of each draw by how the policy has done on the prompts so far.
+"""Curricula choose the prompt of each draw by the policy's results on the prompts so far.
 
 A curriculum is a pure function from recorded results to weights: see `history` and `stream`.
 """

@@ -20,27 +20,27 @@ from rlcore.errors import RunFailed
 from rlcore.import_paths import place_of
 
 Number = TypeVar("Number", np.int64, np.float64)
-CHUNK = 1024  # results that a snapshot keeps as one word
+CHUNK = 1024  # results that a snapshot packs into one text
 
 
 class Outcome(NamedTuple):
-    """How the rollouts of one group went; its text, "3/8", stands in the journal of the ledger."""
+    """The results of a group's rollouts; as text, "3/8", it stands in the ledger's journal."""
 
     right: int  # rollouts that pass
-    told: int  # rollouts of which it is known
+    told: int  # rollouts with a known result
 
     def __str__(self) -> str:
         return f"{self.right}/{self.told}"
 
     @classmethod
     def of(cls, samples: Sequence[Sample], passes_at: float | None) -> Outcome:
-        """Count the rollouts of a group. All samples of one have its reward.
+        """Count the rollouts of a group. All samples of a rollout have its reward.
 
         Args:
-            passes_at: the reward from which a rollout passes. None: one passes that its reward
-                calls right, and is left out if no part of the reward says so or not.
+            passes_at: the reward from which a rollout passes. None: the verdict of its reward
+                decides, and a rollout without a verdict is left out.
 
-        A rollout whose reward failed is left out: that says nothing about its prompt.
+        A rollout whose reward failed is left out, since that says nothing about its prompt.
         """
         rollouts = {sample.rollout_id: sample for sample in samples}.values()
         scored = [sample for sample in rollouts if "reward_error" not in sample.metadata]
@@ -53,19 +53,19 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptHistory:
-    """What a curriculum may look at, of each of N prompts; arrays are read-only.
+    """The data that a curriculum may use, for each of N prompts; arrays are read-only.
 
-    `right` and `told` count rollouts: each new group of a prompt adds its own to `memory` times
-    what was there (`data.curriculum.memory`). So with memory 0 they are those of the newest group.
+    `right` and `told` count rollouts: each new group of a prompt adds its counts to `memory` times
+    the previous ones (`data.curriculum.memory`). With memory 0 they count the newest group alone.
     """
 
     seen: NDArray[np.int64]  # [N] finished groups
-    right: NDArray[np.float64]  # [N] rollouts that pass, the recent ones
-    told: NDArray[np.float64]  # [N] rollouts of which it is known, the recent ones
-    last: NDArray[np.int64]  # [N] number of the newest result among all results; -1: none yet
-    failed: NDArray[np.int64]  # [N] groups that failed since the newest one that finished
+    right: NDArray[np.float64]  # [N] recent rollouts that pass
+    told: NDArray[np.float64]  # [N] recent rollouts with a known result
+    last: NDArray[np.int64]  # [N] number of the newest result among all results; -1: none
+    failed: NDArray[np.int64]  # [N] groups that failed since the newest finished one
     results: int  # finished groups of all prompts
-    lengths: NDArray[np.int64]  # [N] tokens of the prompt
+    lengths: NDArray[np.int64]  # [N] tokens of each prompt
     sources: NDArray[np.int64]  # [N] index into `source_names`; 0 without sources
     source_names: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ class PromptHistory:
 
     @property
     def pass_rate(self) -> NDArray[np.float64]:
-        """The share of recent rollouts that pass, [N]; NaN where none is known."""
+        """The share of recent rollouts that pass, [N]; NaN without a known result."""
         known = self.told > 0
         return np.divide(self.right, self.told, out=np.full(len(self), np.nan), where=known)
 
@@ -82,8 +82,8 @@ class PromptHistory:
 class Results:
     """All results of a run, in order, and the sums that a `PromptHistory` shows.
 
-    The log is the state: chunks of it are compressed, each once, and sums follow from it. Failures,
-    which are few and no results, stand beside it.
+    The log is the state: its chunks are compressed, each once, and the sums follow from it.
+    Failures, which are few and have no results, are kept separately.
     """
 
     def __init__(self, size: int, memory: float) -> None:
@@ -98,9 +98,11 @@ class Results:
         self.last = np.full(self._size, -1, dtype=np.int64)
         self.failed = np.zeros(self._size, dtype=np.int64)
         self.count = 0
-        self.num_told = 0  # results of which anything is known
+        # The number of results with a known result.
+        self.num_known = 0
         self._chunks: list[str] = []
-        self._tail: list[list[int]] = []  # [row, right, told] of the results behind the chunks
+        # [row, right, told] of the results after the last chunk.
+        self._tail: list[list[int]] = []
 
     def add(self, row: int, outcome: Outcome) -> None:
         """Add the result of a group of prompt `row`."""
@@ -111,7 +113,7 @@ class Results:
             self._tail = []
 
     def add_failure(self, row: int) -> None:
-        """Note that a group of prompt `row` was given up, and so has no result."""
+        """Record that a group of prompt `row` was given up, and so has no result."""
         self.failed[row] += 1
 
     def _sum(self, row: int, outcome: Outcome) -> None:
@@ -120,7 +122,7 @@ class Results:
         self.last[row] = self.count
         self.count += 1
         if outcome.told:
-            self.num_told += 1
+            self.num_known += 1
             self.right[row] = self._memory * self.right[row] + outcome.right
             self.told[row] = self._memory * self.told[row] + outcome.told
 
@@ -130,7 +132,7 @@ class Results:
         sources: NDArray[np.int64],
         source_names: tuple[str, ...] = (),
     ) -> PromptHistory:
-        """Return a copy of the sums, with what is known of the prompts themselves."""
+        """Return a copy of the sums, together with the properties of the prompts."""
         return PromptHistory(
             seen=_frozen(self.seen),
             right=_frozen(self.right),
@@ -150,14 +152,15 @@ class Results:
         return {"chunks": list(self._chunks), "tail": tail, "failed": failed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a snapshot, by summing its log up again."""
+        """Restore a snapshot by summing up its log."""
         self._clear()
         for chunk in state["chunks"]:
             self._replay(_unpacked(chunk))
             self._chunks.append(chunk)
         self._replay(state["tail"])
         self._tail = [list(one) for one in state["tail"]]
-        for row, count in state.get("failed", ()):  # earlier checkpoints have none
+        # Earlier checkpoints have no failures.
+        for row, count in state.get("failed", ()):
             self.failed[row] = count
 
     def _replay(self, results: Iterable[Sequence[int]]) -> None:
@@ -177,7 +180,8 @@ def num_results(state: Mapping[str, Any]) -> int:
 
 
 def _packed(results: Sequence[Sequence[int]]) -> str:
-    columns = np.array(results, dtype="<i4").T  # alike numbers side by side
+    # Transposed, so that similar numbers are next to one another.
+    columns = np.array(results, dtype="<i4").T
     return base64.b64encode(zlib.compress(columns.tobytes())).decode()
 
 
@@ -191,7 +195,7 @@ Weigh = Callable[[PromptHistory], NDArray[np.float64]]
 """Returns the weight of each prompt, [N]: a pure function of the history.
 
 The probability of a prompt is its weight divided by the sum of the weights of all prompts that may
-be drawn. It has no state of its own: a resumed run has the history again, and nothing else.
+be drawn. The function has no state: a resumed run restores only the history.
 """
 PASS_RATE = "pass_rate"
 
@@ -201,15 +205,15 @@ class PassRate:
 
         weight = floor + (1 - floor) (p / t)^2t ((1 - p) / (1 - t))^2(1 - t)
 
-    p is the recent pass rate of the prompt, t the target. With a target of 1/2 that is 4 p (1 - p),
-    four times the variance of a sample's verdict: a prompt that is always or never solved has
-    groups of equal rewards, which teach nothing. A prompt of which nothing is known has weight 1.
-    One whose newest group failed has the weight of the floor: it may fail every time.
+    p is the recent pass rate of the prompt, t the target. With a target of 1/2 the weight is
+    4 p (1 - p), four times the variance of a sample's verdict: a prompt that is always or never
+    solved has groups of equal rewards, which teach nothing. A prompt without results has weight 1.
+    A prompt whose newest group failed has the floor as its weight, since it may fail every time.
 
     Args:
-        target: the pass rate that is preferred most; below 1/2 for harder prompts.
+        target: the preferred pass rate; below 1/2 for harder prompts.
         floor: the weight of a prompt that is always or never solved, so that it is tried again. 1
-            makes all prompts alike.
+            gives all prompts the same weight.
     """
 
     def __init__(self, *, target: float = 0.5, floor: float = 0.1) -> None:
@@ -230,26 +234,26 @@ class PassRate:
 
 
 def curriculum_keywords(name: str) -> dict[str, Keyword]:
-    """Return the configuration keys of a curriculum: name, annotation and default of each.
+    """Return the configuration keys of a curriculum, with the annotation and default of each.
 
     Raises:
-        UnknownNameError: there is none of that name.
+        UnknownNameError: no curriculum has this name.
     """
     factory = _find(name)
     keywords = constructor_keywords(factory, f"curriculum {name!r}")
     if inspect.isfunction(factory):
-        # the history
+        # The first parameter is the history.
         keywords.pop(next(iter(keywords), ""), None)
     return keywords
 
 
 def build_curriculum(name: str, **options: Any) -> Weigh:
-    """Return the function of a curriculum, with its keywords given and checked.
+    """Return the function of a curriculum, with its keywords set and checked.
 
     Raises:
-        UnknownNameError: there is none of that name.
-        KeywordError: a keyword that it does not take, or a value of another type.
-        ValueError: what its constructor thinks of a value.
+        UnknownNameError: no curriculum has this name.
+        KeywordError: an unknown keyword, or a value of another type.
+        ValueError: its constructor refuses a value.
     """
     check_keywords(f"curriculum {name!r}", curriculum_keywords(name), options)
     factory = _find(name)
@@ -275,15 +279,15 @@ def weigh(curriculum: Weigh, history: PromptHistory) -> NDArray[np.float64]:
     """Return the weights of a curriculum, float64 [N].
 
     Raises:
-        RunFailed: it raises, or returns anything but a finite weight >= 0 for each prompt, of which
-            some are above 0.
+        RunFailed: the curriculum raises, or does not return a finite weight >= 0 for each prompt
+            with a positive sum.
     """
     try:
         given = curriculum(history)
     except (Exception, SystemExit) as error:
-        place = place_of(curriculum, error)
+        location = place_of(curriculum, error)
         raise RunFailed(
-            f"data.curriculum failed{place}: {type(error).__name__}: {error}"
+            f"data.curriculum failed{location}: {type(error).__name__}: {error}"
         ) from error
     where = f"data.curriculum{place_of(curriculum)}"
     if not isinstance(given, np.ndarray) or given.shape != (len(history),):

@@ -1,14 +1,14 @@
 """Draws whose prompts a curriculum chooses.
 
-A choice depends on results, so it is no function of seed and draw alone: it is made once, when the
-draw is made first, and written down, in the ledger's journal and, until the draw is settled, in
-the snapshot. It follows from
+A choice depends on results, so seed and draw alone do not determine it: it is made once, when the
+draw is first made, and written to the ledger's journal and, until the draw is consumed or dropped,
+to the snapshot. It follows from
 
 - the seed and the number of the draw, whose random words are addressed as everywhere;
-- the weights, which the curriculum gives at each hand-over, from the results at that moment;
-- what must not be drawn: prompts of draws that are not settled, and those drawn since.
+- the weights, which the curriculum computes at each hand-over from the results at that moment;
+- the excluded prompts: those of draws in progress, and those drawn since the hand-over.
 
-So nothing else is state, and a run that is resumed at a hand-over chooses as it would have.
+There is no other state, so a run that resumes at a hand-over makes the same choices.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, RunFailed
 
-_TRIES = 16  # words of a draw that may hit prompts which are drawn already
-_FORGOTTEN = -1  # the row of a draw that was settled before this process began
+_TRIES = 16  # words of a draw that may hit excluded prompts
+_FORGOTTEN = -1  # row of a draw that was finished before this process began
 
 
 class CurriculumStream(PromptStream):
-    """Endless draws of prompts, each with a probability that a curriculum says.
+    """Endless draws of prompts, with probabilities from a curriculum.
 
     Args:
-        base: says from which rows a draw is: with weights of sources, from those of its source.
+        base: gives the rows to draw from: with weights of sources, the rows of the draw's source.
         memory, passes_at: see `rlcore.config.sections.data.CurriculumConfig`.
-        lengths: tokens of each prompt.
-        sources: of each prompt, an index into `source_names`.
+        lengths: the tokens of each prompt.
+        sources: the source of each prompt, an index into `source_names`.
     """
 
     def __init__(
@@ -60,18 +60,23 @@ class CurriculumStream(PromptStream):
         digest = hashlib.blake2b(f"{base.seed}:curriculum".encode(), digest_size=8).digest()
         self._key = int.from_bytes(digest, "little")
         self._results = Results(base.size, memory)
-        self._rows = array("q")  # of each draw
-        self._open: set[int] = set()  # draws that are not settled
-        self._weights: NDArray[np.float64] | None = None  # since the last hand-over
-        self._cumulative = np.zeros(0)  # of the weights without the prompts that were drawn then
-        self._drawn: set[int] = set()  # rows that must not be drawn before the next hand-over
+        # The row of each draw.
+        self._rows = array("q")
+        # Draws that are neither consumed nor dropped.
+        self._open: set[int] = set()
+        # Weights since the last hand-over.
+        self._weights: NDArray[np.float64] | None = None
+        # Cumulative weights without the prompts that were excluded when it was made.
+        self._cumulative = np.zeros(0)
+        # Rows that must not be drawn before the next hand-over.
+        self._drawn: set[int] = set()
 
     # --- choices ----------------------------------------------------------------------------------
 
     def row(self, draw: int) -> int:
-        """Return the row of a draw that was made."""
+        """Return the row of an existing draw."""
         if not 0 <= draw < len(self._rows):
-            raise ValueError(f"draw {draw} was not made: {len(self._rows)} draws were")
+            raise ValueError(f"draw {draw} does not exist: {len(self._rows)} draws were made")
         row = self._rows[draw]
         return self._base.row(draw) if row == _FORGOTTEN else row
 
@@ -84,7 +89,7 @@ class CurriculumStream(PromptStream):
         return self.row(draw)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` draws; new ones have their prompts chosen."""
+        """Return the next `count` draws, choosing prompts for the new ones."""
         weights = self._weights if self._weights is not None else self._weigh()
         made = self.cursor
         draws = super().take(count)
@@ -102,7 +107,7 @@ class CurriculumStream(PromptStream):
             self._rows.append(row)
 
     def _weigh(self) -> NDArray[np.float64]:
-        """Ask the curriculum for the weights of this moment."""
+        """Compute the curriculum's weights from the current results."""
         weights = weigh(self._curriculum, self._results.history(*self._facts))
         self._weights = weights
         self._drawn = {self.row(draw) for draw in self._open}
@@ -112,10 +117,10 @@ class CurriculumStream(PromptStream):
         return weights
 
     def _choose(self, draw: int, weights: NDArray[np.float64]) -> int:
-        """Choose a prompt that is not drawn yet, or any where all with a weight are.
+        """Choose a prompt that is not drawn yet; any prompt if all those with a weight are drawn.
 
-        A hit of one that is drawn already is thrown away, which leaves the others' odds as they
-        are; only where that goes on, sums are made anew.
+        A hit of a drawn prompt is rejected, which leaves the odds of the others unchanged. The sums
+        are only recomputed after repeated rejections.
         """
         rows = self.rows_of(draw)
         key = np.array([self._key, draw], dtype=np.uint64)
@@ -130,7 +135,8 @@ class CurriculumStream(PromptStream):
         own = weights[rows.start : rows.stop]
         free = own.copy()
         free[[row - rows.start for row in self._drawn if row in rows]] = 0.0
-        for candidates in (free, own, np.ones(len(rows))):  # a source whose weights are all 0
+        # The last candidates serve a source whose weights are all 0.
+        for candidates in (free, own, np.ones(len(rows))):
             if candidates.any():
                 break
         sums = candidates.cumsum()
@@ -140,40 +146,40 @@ class CurriculumStream(PromptStream):
     # --- results ----------------------------------------------------------------------------------
 
     def outcome(self, samples: Sequence[Sample]) -> Outcome:
-        """Return how the group of a draw went."""
+        """Return the result of a draw's group."""
         return Outcome.of(samples, self._passes_at)
 
     def finished(self, draw: int, outcome: Outcome | None) -> None:
-        """Note the result of a draw's group. It counts from the next hand-over on."""
+        """Add the result of a draw's group. It counts from the next hand-over on."""
         if outcome is None:
             raise ValueError(f"draw {draw}: a curriculum needs the outcome of each finished group")
         self._results.add(self.row(draw), outcome)
 
     def settled(self, draw: int) -> None:
-        """Note that a draw was consumed or dropped, and so will not come again."""
+        """Mark a draw as consumed or dropped; it will not come again."""
         self._open.discard(draw)
 
     def failed(self, draw: int) -> None:
-        """Note that the group of a draw was given up. It counts from the next hand-over on."""
+        """Record that a draw's group was given up. It counts from the next hand-over on."""
         self._results.add_failure(self.row(draw))
         self._open.discard(draw)
 
     def handed_over(self) -> None:
-        """Weigh the prompts anew, by all results so far."""
+        """Recompute the weights of the prompts from all results so far."""
         self._weigh()
 
     def check_told(self) -> None:
-        """Raise RunFailed where groups have finished and nothing says which samples pass."""
-        if self._results.count and not self._results.num_told:
+        """Raise RunFailed if groups have finished and none has a known result."""
+        if self._results.count and not self._results.num_known:
             raise RunFailed(
-                f"data.curriculum: none of the {self._results.count} groups so far has a sample of"
-                " which a part of the reward says right or wrong, so all prompts look alike: set"
+                f"data.curriculum: none of the {self._results.count} groups so far has a sample"
+                " that a part of the reward calls right or wrong, so all prompts look alike: set"
                 " data.curriculum.passes_at to the reward from which a sample passes, or return"
                 " `correct` from a reward function (docs/rewards.md)"
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return what the curriculum knows and wants, at a hand-over."""
+        """Return the curriculum's results and weights as metrics, at a hand-over."""
         history = self._results.history(*self._facts)
         weights = self._weights if self._weights is not None else self._weigh()
         known = history.told > 0
@@ -195,11 +201,11 @@ class CurriculumStream(PromptStream):
 
     @property
     def order(self) -> dict[str, Any]:
-        """The curriculum's own: nothing but its results, and chance, says which row comes next."""
+        """The order's own key: the next row depends only on the curriculum's results and chance."""
         return {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state, JSON-able: the rows of draws that are not settled, and all results."""
+        """Return the state, JSON-able: the rows of unfinished draws, and all results."""
         rows = [[draw, self.row(draw)] for draw in sorted(self._open)]
         curriculum = {"rows": rows, "results": self._results.snapshot()}
         return {**super().snapshot(), "curriculum": curriculum}
@@ -219,10 +225,10 @@ class CurriculumStream(PromptStream):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `snapshot` was taken.
 
-        Rows of later draws are remembered until `move`: this process may keep some of them.
+        Rows of later draws are remembered until `move`, since this process may keep some of them.
 
         Raises:
-            DataError: the prompts are not those of the snapshot, or it is of no curriculum.
+            DataError: the prompts differ from the snapshot's, or the snapshot has no curriculum.
         """
         super().restore(state)
         found = state["curriculum"]
@@ -236,14 +242,15 @@ class CurriculumStream(PromptStream):
         self._weights = None
 
     def adopted(self, draw: int) -> int | None:
-        """Return the row of a later draw than the snapshot's, which is kept; see `restore`."""
-        if draw == len(self._rows):  # of another process
+        """Return the row of a kept draw that is later than the snapshot; see `restore`."""
+        if draw == len(self._rows):
+            # The draw was made by another process.
             self._rows.append(_FORGOTTEN)
         self._open.add(draw)
         return self.row(draw)
 
     def move(self, cursor: int, requeued: Sequence[int]) -> None:
-        """Go to another position, behind the draws that were kept; see `adopted`."""
+        """Move to another position, after the kept draws; see `adopted`."""
         super().move(cursor, requeued)
         del self._rows[cursor:]
         self._weights = None

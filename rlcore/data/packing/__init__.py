@@ -1,1 +1,1 @@
-"""Which sequences go to which optimizer step, rank and pack, and what a pack holds once."""
+"""Assigns sequences to optimizer steps, ranks and packs, and finds the prefixes of a pack."""

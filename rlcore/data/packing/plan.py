@@ -1,6 +1,6 @@
-"""The plan of a step: which sequence goes to which optimizer step, rank and micro-batch.
+"""The plan of a step: the optimizer step, rank and micro-batch of each sequence.
 
-Pure functions of the lengths, and of how sequences begin alike.
+All functions are pure functions of the lengths, and of the prefixes that sequences share.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class MinibatchPlan:
 
     Attributes:
         shared_tokens: the tokens that packs hold for several sequences at once, not counting the
-            first of each.
-        shared_squares: the sum over sequences of the squares of their number.
+            first of them.
+        shared_squares: the sum over sequences of the squared number of shared tokens.
     """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -44,18 +44,19 @@ class MinibatchPlan:
 
 
 def padded_length(num_tokens: int, multiple: int) -> int:
-    """Return the next multiple; 0 stays 0."""
+    """Return the next multiple of `multiple`; 0 stays 0."""
     return -(-num_tokens // multiple) * multiple
 
 
 def fill(sizes: Sequence[int], items: Sequence[int], limit: int, bins: int) -> list[list[int]]:
     """Fill at least `bins` micro-batches of at most `limit` tokens, the largest item first.
 
-    The lightest bin first keeps them even; a new one is opened only when none has room.
+    Each item goes into the lightest bin, which keeps them even; a bin is opened if none has room.
     """
     out: list[list[int]] = [[] for _ in range(bins)]
     lightest = [(0, k) for k in range(bins)]
-    for i in sorted(sorted(items), key=sizes.__getitem__, reverse=True):  # ties in their order
+    # Equal sizes stay in index order.
+    for i in sorted(sorted(items), key=sizes.__getitem__, reverse=True):
         load, k = lightest[0]
         if load and load + sizes[i] > limit:
             heapq.heappush(lightest, (sizes[i], len(out)))
@@ -71,8 +72,8 @@ def split_minibatches(
 ) -> list[list[int]]:
     """Choose the sequences of each optimizer step: whole groups, shuffled by `seed`.
 
-    The steps are as even in number of rollouts as groups allow: it does not matter into how many
-    segments a rollout was cut.
+    The steps are as even in their number of rollouts as whole groups allow; the number of segments
+    of a rollout does not matter.
 
     Args:
         group_ids, rollout_ids: int64 [B].
@@ -93,15 +94,15 @@ def split_minibatches(
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a backend wants of its micro-batches.
+    """A backend's rules for its micro-batches.
 
     Attributes:
         ranks: data-parallel ranks.
-        max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
+        max_tokens: budget of a micro-batch; a single longer sequence gets its own.
         multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved
             schedule needs a multiple of PP).
         pad: the own tokens of a sequence are padded to a multiple of this in a pack.
-        share_prefixes: packs hold a prefix that sequences of a group share once.
+        share_prefixes: packs hold a prefix shared by sequences of a group only once.
     """
 
     ranks: int
@@ -140,7 +141,7 @@ def plan_minibatch(
     Args:
         sequences: indices into `lengths`.
         lengths: tokens of every sequence.
-        beginnings: of all sequences, where packs hold a shared prefix once.
+        beginnings: shared prefixes of all sequences, if packs hold a shared prefix once.
     """
     if beginnings is None:
         padded = [padded_length(lengths[i], rules.pad) for i in sequences]
@@ -170,31 +171,31 @@ def plan_minibatch(
         bins = max(needed, bins + 1) if needed == bins else needed
 
 
-# --- the balance of the ranks ---------------------------------------------------------------------
+# --- balance of the ranks -------------------------------------------------------------------------
 
 
-EVEN = 1.01  # the heaviest rank by the mean, at which clusters are not cut any smaller
+EVEN = 1.01  # heaviest rank / mean at which clusters are not cut further
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What goes to one rank and one micro-batch together: sequences that begin alike.
+    """Units that go to one rank and micro-batch: sequences with a common prefix.
 
     Attributes:
         members: the sequences of each piece.
-        tokens: of each piece, a shared one once.
-        costs: of each piece.
-        firsts: where each begins in the order of clusters.
+        tokens: the tokens of each piece, a shared token once.
+        costs: the cost of each piece.
+        starts: where each piece begins in the order of clusters.
     """
 
     members: list[list[int]]
     tokens: list[int]
     costs: list[float]
-    firsts: NDArray[np.int64]
+    starts: NDArray[np.int64]
 
 
 def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Put every item onto the lightest bin, the longest first (LPT, Graham 1969).
+    """Put every item into the lightest bin, the largest first (LPT, Graham 1969).
 
     Bins may stay empty.
     """
@@ -215,9 +216,9 @@ def heaviest(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> float:
 
 
 class Clusters:
-    """Sequences that begin alike, and how they are cut into pieces.
+    """Sequences with common prefixes, and how they are cut into pieces.
 
-    They stand in one order, cluster behind cluster. A piece is a range of it; one that begins
+    They stand in one order, cluster after cluster. A piece is a range of it; a piece that begins
     inside a cluster repeats the prefix.
     """
 
@@ -226,7 +227,8 @@ class Clusters:
     ) -> None:
         self.order = beginnings.order
         self.shared = beginnings.shared
-        size: Any = np.asarray(lengths, dtype=np.int64)[self.order]  # Any: `cost` takes arrays too
+        # Any: `cost` takes arrays too.
+        size: Any = np.asarray(lengths, dtype=np.int64)[self.order]
         shared: Any = beginnings.shared
         self.starts = np.flatnonzero(shared == 0)
         self.tokens = _Ranges(-(-size // pad) * pad, -(-(size - shared) // pad) * pad)
@@ -234,10 +236,11 @@ class Clusters:
         self.costs = _Ranges(whole, whole - cost(shared))
 
     def balanced(self, ranks: int, max_tokens: int) -> tuple[Pieces, list[list[int]]]:
-        """Cut as little as keeps the ranks even. Returns the pieces, and those of each rank.
+        """Cut as little as keeps the ranks even. Returns the pieces, and the pieces of each rank.
 
-        Whole clusters repeat nothing, but a few large ones leave ranks uneven. Then the order is
-        cut where ranks end, or all clusters are cut into smaller pieces, whichever is better.
+        Whole clusters repeat nothing, but a few large ones leave ranks uneven. In this case the
+        order is cut at the ends of ranks, or all clusters are cut into smaller pieces, whichever is
+        better.
         """
         pieces = self.cut(max_tokens)
         ideal = sum(pieces.costs) / ranks
@@ -253,7 +256,7 @@ class Clusters:
                 borders = self.in_order(ranks)
                 pieces = self.cut(max_tokens, also=borders)
                 shares = [[] for _ in range(ranks)]
-                rank_of = np.searchsorted(borders, pieces.firsts, "right") - 1
+                rank_of = np.searchsorted(borders, pieces.starts, "right") - 1
                 for piece, rank in enumerate(rank_of.tolist()):
                     shares[rank].append(piece)
             load = heaviest(pieces.costs, shares)
@@ -264,11 +267,11 @@ class Clusters:
     def shared_in(self, pieces: Pieces) -> NDArray[np.int64]:
         """Return how many tokens each sequence shares with the one before it in its piece."""
         shared = self.shared.copy()
-        shared[pieces.firsts] = 0
+        shared[pieces.starts] = 0
         return shared
 
     def in_order(self, ranks: int) -> NDArray[np.int64]:
-        """Return where the parts of at most `ranks` ranks begin, as even as it goes."""
+        """Return where the parts of at most `ranks` ranks begin, as even as possible."""
         low = self.costs.to[-1] / ranks
         high = self.costs.to[-1] + self.costs.whole.max(initial=0.0)
         for _ in range(24):
@@ -280,7 +283,7 @@ class Clusters:
         return np.array(self._parts(high, ranks), dtype=np.int64)
 
     def _parts(self, limit: float, most: int) -> list[int]:
-        """The beginnings of parts of at most `limit`; no more than `most` of them."""
+        """Return the beginnings of at most `most` parts of at most `limit` each."""
         ends = self.costs.ends(limit)
         found: list[int] = []
         start = 0
@@ -295,10 +298,10 @@ class Clusters:
         max_cost: float = math.inf,
         also: NDArray[np.int64] | None = None,
     ) -> Pieces:
-        """Cut the clusters that are larger than either limit; a sequence alone may be.
+        """Cut the clusters that exceed either limit; a single sequence may exceed it.
 
         Args:
-            also: where pieces begin in any case.
+            also: further positions where pieces begin.
         """
         starts = self.starts if also is None else np.union1d(self.starts, also)
         ends = np.concatenate([starts[1:], [len(self.order)]])
@@ -314,29 +317,29 @@ class Clusters:
                 while begin < end:
                     begins.append(begin)
                     begin = following[begin]
-        firsts = np.array(begins, dtype=np.int64)
-        lasts = np.concatenate([firsts[1:], [len(self.order)]])
+        piece_starts = np.array(begins, dtype=np.int64)
+        lasts = np.concatenate([piece_starts[1:], [len(self.order)]])
         members = self.order.tolist()
         return Pieces(
             [members[a:b] for a, b in zip(begins, lasts.tolist(), strict=True)],
-            self.tokens.of(firsts, lasts).tolist(),
-            self.costs.of(firsts, lasts).tolist(),
-            firsts,
+            self.tokens.of(piece_starts, lasts).tolist(),
+            self.costs.of(piece_starts, lasts).tolist(),
+            piece_starts,
         )
 
 
 class _Ranges:
-    """Sums over ranges of an order, whose first item counts whole and whose others count less.
+    """Sums over ranges of an order, where the first item counts fully and later ones count less.
 
     Args:
-        whole: of each item where it is the first.
-        own: of each item behind the one before it.
+        whole: each item's value as the first of a range.
+        own: each item's value after its predecessor.
     """
 
     def __init__(self, whole: Any, own: Any) -> None:
         self.whole = whole
         self.to = np.concatenate([[0], own.cumsum()])
-        # what the first item counts more than it does here
+        # The difference if an item is the first of a range.
         self.base = whole - self.to[1:]
 
     def of(self, starts: Any, ends: Any) -> Any:

@@ -1,11 +1,12 @@
-"""Where the tokens of sequences stand in a pack that holds each common prefix once.
+"""The slots of tokens in a pack that holds each common prefix once.
 
     prompt a b c        slots 0 1 2 3
-    prompt a b d        slots 0 1 2 4        shares three tokens with the one before it
-    prompt e            slots 0 5            shares one
+    prompt a b d    slots 0 1 2 4    shares three tokens with the previous sequence
+    prompt e        slots 0 5        shares one
 
-Behind the same tokens a causal model computes the same, so a token that several sequences begin
-with is computed once, at one slot. `slots`, many tokens to one slot, is all that a pack needs.
+After equal tokens a causal model computes equal values, so a prefix of several sequences is
+computed once, at one slot per token. `slots`, which maps many tokens to one slot, describes a pack
+completely.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KEY_ROWS = 64
-# of a sequence: to share less is not worth what it costs attention
+# Rows of a sequence: sharing fewer costs attention more than it saves.
 MIN_SHARED = 1 / 16
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The places of B sequences with N tokens.
+    """The slots of B sequences with N tokens.
 
     Attributes:
-        slots: int64 [N], of every token.
-        shared: int64 [B], how many tokens at a sequence's start stand at slots of another one.
-        order: int64 [B], the sequences in the order in which their own tokens stand.
-        size: of the pack so far, in slots; each sequence's own tokens are padded at their end.
+        slots: int64 [N], the slot of every token.
+        shared: int64 [B], how many tokens at a sequence's start use another sequence's slots.
+        order: int64 [B], the sequences in the order of their own tokens' slots.
+        size: slots of the pack so far; each sequence's own tokens are padded at their end.
     """
 
     slots: Tensor
@@ -45,16 +46,16 @@ class Sharing:
 
     @property
     def num_shared(self) -> int:
-        """Return how many of the tokens stand at slots of other ones."""
+        """Return how many tokens use other tokens' slots."""
         return int(self.shared.sum())
 
 
 def share_nothing(lengths: Tensor, *, multiple: int = 1) -> Sharing:
-    """Give every token a slot of its own, sequence behind sequence.
+    """Give every token its own slot, sequence after sequence.
 
     Args:
         lengths: int64 [B].
-        multiple: of the slots of a sequence.
+        multiple: a sequence's slots are padded to a multiple of this.
     """
     padded = -(-lengths // multiple) * multiple
     begins = padded.cumsum(0) - padded
@@ -71,15 +72,15 @@ def share_nothing(lengths: Tensor, *, multiple: int = 1) -> Sharing:
 def share_prefixes(
     tokens: Tensor, lengths: Tensor, *, multiple: int = 1, alike: Tensor | None = None
 ) -> Sharing:
-    """Give tokens behind the same tokens the same slot.
+    """Give equal tokens after equal tokens the same slot.
 
-    Of sequences in the order of their tokens, what one shares with any before it is what it shares
-    with the one right before it. So one pass finds all of a tree of prefixes.
+    In the order of their tokens, a sequence shares with any earlier sequence at most the prefix
+    that it shares with its predecessor, so a single pass finds a whole tree of prefixes.
 
     Args:
-        tokens: int [N], sequence behind sequence.
+        tokens: int [N], sequence after sequence.
         lengths: int64 [B].
-        multiple: of the slots of a sequence's own tokens.
+        multiple: a sequence's own slots are padded to a multiple of this.
         alike: int [N, ...], which must be equal too.
     """
     rows = _rows(tokens, alike)
@@ -110,38 +111,38 @@ def share_prefixes(
 
 @dataclass(frozen=True)
 class Beginnings:
-    """How sequences begin alike, for a plan that keeps such sequences together.
+    """The prefixes shared between sequences, for a plan that keeps such sequences together.
 
     Attributes:
-        order: int64 [B], the sequences such that those that begin alike stand side by side.
-        shared: int64 [B], how many tokens the sequence `order[k]` shares with `order[k - 1]`; 0
-            where a group begins.
+        order: int64 [B], the sequences, with those of a common prefix next to one another.
+        shared: int64 [B], how many tokens sequence `order[k]` shares with `order[k - 1]`; 0 at the
+            beginning of a group.
     """
 
     order: NDArray[np.int64]
     shared: NDArray[np.int64]
 
     def among(self, sequences: Sequence[int]) -> Beginnings:
-        """Return the same of some of the sequences."""
+        """Return the beginnings of some of the sequences."""
         chosen = np.zeros(len(self.order), dtype=bool)
         chosen[np.asarray(sequences, dtype=np.int64)] = True
-        places = np.flatnonzero(chosen[self.order])
-        if not len(places):
+        positions = np.flatnonzero(chosen[self.order])
+        if not len(positions):
             return Beginnings(self.order[:0], self.shared[:0])
-        # what two have in common is the least that any two between them have
-        borders = np.concatenate([[0], places[:-1] + 1])
-        return Beginnings(self.order[places], np.minimum.reduceat(self.shared, borders))
+        # Two sequences share the minimum of what all neighbours between them share.
+        borders = np.concatenate([[0], positions[:-1] + 1])
+        return Beginnings(self.order[positions], np.minimum.reduceat(self.shared, borders))
 
 
 def beginnings_of(
     tokens: Tensor, cu_tokens: Tensor, group_ids: Tensor, alike: Tensor | None = None
 ) -> Beginnings:
-    """Find how the sequences of each group begin alike.
+    """Find the prefixes shared by sequences of each group.
 
     Args:
-        tokens: int [T], sequence behind sequence.
+        tokens: int [T], sequence after sequence.
         cu_tokens: int64 [B+1].
-        group_ids: int64 [B]; what sequences of different groups share is not looked for.
+        group_ids: int64 [B]; sequences of different groups are not compared.
         alike: int [T, ...], which must be equal too.
     """
     rows = _rows(tokens, alike)
@@ -153,15 +154,15 @@ def beginnings_of(
     shared: list[int] = []
     for members in groups.values():
         sequences = [rows[borders[i] : borders[i + 1]] for i in members]
-        places = in_order(sequences)
-        order += [members[place] for place in places]
+        positions = in_order(sequences)
+        order += [members[i] for i in positions]
         shared.append(0)
-        shared += [worth_sharing(sequences[a], sequences[b]) for a, b in pairwise(places)]
+        shared += [worth_sharing(sequences[a], sequences[b]) for a, b in pairwise(positions)]
     return Beginnings(np.array(order, dtype=np.int64), np.array(shared, dtype=np.int64))
 
 
 def _rows(tokens: Tensor, alike: Tensor | None) -> NDArray[np.int32]:
-    """Return all that must be equal of each token, [T, columns]."""
+    """Return the values of each token that must be equal, [T, columns]."""
     rows: NDArray[np.int32]
     if alike is None:
         rows = tokens.int().numpy()[:, None]
@@ -171,9 +172,9 @@ def _rows(tokens: Tensor, alike: Tensor | None) -> NDArray[np.int32]:
 
 
 def in_order(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Return the indices of sequences in the order of their rows; equal ones as they came.
+    """Return the indices of sequences sorted by their rows; equal sequences keep their order.
 
-    Of long sequences only what tells them apart is read.
+    Long sequences are read only as far as needed to order them.
     """
     depth = min((common_prefix(sequences[0], other) for other in sequences[1:]), default=0)
     keys = [_key(sequence[depth : depth + _KEY_ROWS]) for sequence in sequences]
@@ -187,13 +188,13 @@ def _key(rows: NDArray[np.int32]) -> bytes:
 
 
 def worth_sharing(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return how many of its rows [n, k] `other` shares with `one`: enough of them, or 0."""
+    """Return how many rows [n, k] `other` shares with `one`; 0 if they are too few."""
     common = common_prefix(one, other)
     return common if common >= MIN_SHARED * len(other) else 0
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return how many rows [n, k] two arrays have in common from their start on."""
+    """Return the length of the common prefix of two arrays [n, k], in rows."""
     size = min(len(one), len(other))
     begin = 0
     while begin < size:

@@ -1,1 +1,1 @@
-"""What a path of `data.paths` may stand for: files, data sets, tasks that make their rows."""
+"""The targets of a path in `data.paths`: files, data sets, tasks that generate rows."""

@@ -1,4 +1,4 @@
-"""What a path stands for: files, patterns, folders, data sets, tasks, and slices of these."""
+"""Resolves a path into files, patterns, folders, data sets, tasks, and slices of these."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlcore.errors import DataError
 if TYPE_CHECKING:
     import datasets
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a data set: "openai/gsm8k"
-_SPLIT = re.compile(r":([\w.-]+)$")  # behind a name or folder: "openai/gsm8k:test"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a data set: "openai/gsm8k"
+_SPLIT = re.compile(r":([\w.-]+)$")  # after a name or folder: "openai/gsm8k:test"
 _SLICE = re.compile(r"(.+)@\[(-?\d*):(-?\d*)(?::(\d*))?\]")  # "rows.jsonl@[-100:]"
 _OTHER_SLICE = re.compile(r"@\[|\[[^\]]*[:%][^\]]*\]$")  # "rows.jsonl@[5]", "gsm8k:train[:10%]"
 _PATTERN = re.compile(r"[*?[]")
-_NUMBER = re.compile(r"-\d+-of-\d+$")  # of a shard: "train-00000-of-00002"
+_NUMBER = re.compile(r"-\d+-of-\d+$")  # the end of a shard's name: "train-00000-of-00002"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-_SAVED = ("state.json", "dataset_dict.json")  # files of a folder of `save_to_disk`
+_SAVED = ("state.json", "dataset_dict.json")  # files in a folder of `save_to_disk`
 
 
 class DatasetRows(RowFile):
@@ -49,7 +49,7 @@ class DatasetRows(RowFile):
 
 
 class SlicedRows(RowFile):
-    """Some of the rows of a file or data set, under the places that they have there."""
+    """Some of the rows of a file or data set, with their original locations."""
 
     def __init__(self, path: str, rows: RowFile, wanted: slice) -> None:
         super().__init__(path)
@@ -57,7 +57,7 @@ class SlicedRows(RowFile):
         self._places = range(*wanted.indices(len(rows)))
         self.fills_with_null = rows.fills_with_null
         if not self._places:
-            raise DataError(f"{path} names none of the {len(rows):,} rows that there are")
+            raise DataError(f"{path} selects none of the {len(rows):,} rows that there are")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -74,7 +74,7 @@ class SlicedRows(RowFile):
 
 
 def _without_slice(path: str) -> tuple[str, slice | None]:
-    """Return the path without its slice, and the slice, as Python's.
+    """Return the path without its slice, and the slice as a Python slice.
 
     Raises:
         DataError: a slice of another form.
@@ -94,13 +94,13 @@ def _without_slice(path: str) -> tuple[str, slice | None]:
 
 
 def expand(path: str, split: str) -> list[str]:
-    """Return the files and data sets that a path stands for, in the order in which they are read.
+    """Return the files and data sets that a path stands for, in reading order.
 
     A pattern stands for its matches, and a folder of shards for its files, both sorted by name. A
-    slice is of one of these. All else stands for itself.
+    slice applies to one of these. Any other path stands for itself.
 
     Raises:
-        DataError: it stands for nothing, or for one of several things.
+        DataError: the path matches nothing, or is ambiguous.
     """
     whole, wanted = _without_slice(path)
     if wanted is not None:
@@ -112,7 +112,7 @@ def expand(path: str, split: str) -> list[str]:
         return [files[0] + path[len(whole) :]]
     if "[" in split and (Path(path).exists() or not _is_dataset(path)):
         raise DataError(
-            f"data.split: {split!r} is a slice, which stands behind a path: {path}@[first:last]"
+            f"data.split: {split!r} is a slice, which goes after a path: {path}@[first:last]"
         )
     if path.startswith(PREFIX):
         return [path]
@@ -128,10 +128,10 @@ def expand(path: str, split: str) -> list[str]:
 
 
 def _shards(folder: Path, own_split: str | None, split: str) -> list[Path]:
-    """Return the files of rows in a folder; where they are named after splits, those of one."""
+    """Return the row files in a folder; if they are named after splits, those of one split."""
     kinds = (".parquet", *JSONL_SUFFIXES)
     files = sorted(f for f in folder.iterdir() if f.suffix in kinds and f.name[0] not in "._")
-    # next to shards a file with this ending describes them, as dataset_info.json
+    # A .json file next to shards of another kind, such as dataset_info.json, describes them.
     files = [file for file in files if file.suffix != ".json"] or files
     found = sorted({file.suffix for file in files})
     if len(found) != 1:
@@ -153,7 +153,7 @@ def _shards(folder: Path, own_split: str | None, split: str) -> list[Path]:
 
 
 def check_path(path: str) -> None:
-    """Refuse what is no file of rows, data set or task (DataError); reads nothing.
+    """Refuse a path that is not a row file, data set or task (DataError); reads nothing.
 
     Args:
         path: as `expand` returns it.
@@ -170,13 +170,13 @@ def check_path(path: str) -> None:
 
 
 def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
-    """Open a file of rows, a split of a data set, or a task of reasoning-gym, or a slice of these.
+    """Open a row file, a split of a data set, a reasoning-gym task, or a slice of these.
 
     Args:
         path: as `expand` returns it.
 
     Raises:
-        DataError: it cannot be read or fetched, has no such split, or `datasets` is missing.
+        DataError: the path cannot be read or fetched, has no such split, or `datasets` is missing.
     """
     whole, wanted = _without_slice(path)
     if wanted is not None:
@@ -204,7 +204,7 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
             found = library.load_dataset(path, subset, split=split)
     except DataError:
         raise
-    # what `datasets` and the hub's client raise: no network, no such name, subset or split
+    # Errors of `datasets` and the hub's client: no network, or an unknown name, subset or split.
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
@@ -218,7 +218,7 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
 
 
 def _without_split(path: str) -> tuple[str, str | None]:
-    """Return the name or folder of a data set, and the split that the path names itself."""
+    """Return the name or folder of a data set, and the split in the path itself, if any."""
     found = None if Path(path).exists() else _SPLIT.search(path)
     if found is None or not _is_dataset(path[: found.start()]):
         return path, None
@@ -226,7 +226,7 @@ def _without_split(path: str) -> tuple[str, str | None]:
 
 
 def _is_dataset(path: str) -> bool:
-    """Whether a path means a data set: a folder, or a name and no file."""
+    """Whether a path is a data set: a folder, or a name that is not a file."""
     if Path(path).is_dir():
         return True
     is_file_name = Path(path).suffix in (".parquet", ".csv", ".txt", *JSONL_SUFFIXES)
@@ -234,7 +234,7 @@ def _is_dataset(path: str) -> bool:
 
 
 def _need_library(path: str) -> None:
-    """Refuse a data set where `datasets`, which takes seconds to import, is not installed."""
+    """Refuse a data set if `datasets` is not installed; avoids the import, which takes seconds."""
     if sys.modules.get("datasets", ...) is None or find_spec("datasets") is None:
         raise DataError(
             f"{path} is no file of rows; for a Hugging Face dataset install the extra:"

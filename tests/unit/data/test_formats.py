@@ -208,8 +208,8 @@ def test_messages_with_tool_calls_nulls_and_parts(write_rows, tmp_path, tokenize
             "message 2 of 'prompt': part 1 of its content is of type 'image_url'.*no vision",
         ),
         ({"role": "user", "content": [{"type": "image"}]}, "of type 'image'"),
-        ({"role": "user", "content": None}, "each message must be .*null beside tool_calls"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, "null beside tool_calls"),
+        ({"role": "user", "content": None}, "each message must be .*null next to tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "null next to tool_calls"),
         ({"role": "assistant", "content": None, "tool_calls": ["f"]}, "a tool call must be"),
         ({"role": "assistant", "content": "", "tool_calls": 1.5}, "tool_calls must be a list; got"),
         (

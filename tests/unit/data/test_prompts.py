@@ -310,7 +310,7 @@ def test_tokenizer_folder(tmp_path: Path, tokenizer):
     with pytest.raises(ModelError, match="missing is not a folder"):
         load_tokenizer(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="empty holds none that can be loaded"):
+    with pytest.raises(ModelError, match="empty holds no tokenizer that can be loaded"):
         load_tokenizer(tmp_path / "empty")
 
 

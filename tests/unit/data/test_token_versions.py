@@ -66,7 +66,7 @@ def test_spans_without_a_token_are_left_out() -> None:
 def test_versions_of_another_number_of_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch.versions has shape \(2,\), expected \(3,\)"):
         batch_of([1, 1], [3])
-    with pytest.raises(ValueError, match=r"batch.versions are of 2 tokens, expected 3"):
+    with pytest.raises(ValueError, match=r"batch.versions cover 2 tokens, expected 3"):
         RolloutBatch(
             torch.zeros(3, dtype=torch.int32), torch.tensor([0, 3]),
             torch.ones(3, dtype=torch.bool),

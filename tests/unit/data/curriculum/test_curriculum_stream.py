@@ -321,7 +321,7 @@ def test_a_draw_that_comes_back_keeps_its_row() -> None:
     assert stream.take(2)[0] == draws[1]
     assert [stream.row(draw) for draw in draws] == rows
     assert stream.chosen(draws[1]) == rows[1]
-    with pytest.raises(ValueError, match="draw 99 was not made: 4 draws were"):
+    with pytest.raises(ValueError, match="draw 99 does not exist: 4 draws were made"):
         stream.row(99)
 
 
