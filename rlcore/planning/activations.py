@@ -1,6 +1,6 @@
 """Bytes that a rank's passes hold besides the model's state: saved activations, layers, the head.
 
-Checked against real tensors in tests/parity.
+The tests in tests/parity compare the estimates with real tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def training_bytes(
 ) -> int:
     """Return the most that forward and backward passes hold at once besides the model's state.
 
-    The head has ended when the layers run backward, and its own peak comes before.
+    The head is finished before the layers run backward, so its own peak comes first.
     """
     saved, backward = _of_chunks(shape, layout, load, stage)
     if stage == 0:
@@ -33,7 +33,7 @@ def training_bytes(
 def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
     """Return what the forward passes in flight save for the backward pass, the head included."""
     saved, backward = _of_chunks(shape, layout, load, stage, inside=False)
-    # What a layer recomputes exists while it runs backward; the head's part is gone by then.
+    # Recomputed parts of a layer exist while it runs backward; the head's part is gone by then.
     if stage == layout.pipeline - 1:
         backward[-1] = max(backward[-1], saved[-1] + _head_bytes(shape, layout, load))
     return _most(saved, backward, layout, load, stage)
@@ -54,7 +54,7 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
     t, s = _rows(layout, load)
     b = load.dtype_bytes
     residual = 3 * b * s * shape.hidden
-    # the MLP's first product and SwiGLU, or SwiGLU and its second product
+    # The MLP's first product and SwiGLU, or SwiGLU and its second product.
     width = shape.ffn / layout.tensor
     moments = [b * t * max(3 * width, width + shape.hidden) + residual]
     if shape.moe_layers:
@@ -63,7 +63,7 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
             b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load) + residual
         )
     if stage == layout.pipeline - 1:
-        # hidden states gathered for the head, its rows, and the tiles
+        # Hidden states gathered for the head, its rows, and the tiles.
         tiles = (8 + b * (b < 4)) * load.chunk_elements
         gathered = t * shape.hidden * layout.sequence
         moments.append(b * (gathered + _targets(layout, load) * shape.hidden) + tiles)
@@ -71,15 +71,15 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
 
 
 def _rows(layout: Layout, load: Load) -> tuple[float, float]:
-    """Return a rank's rows of a pack: t inside attention and MLP, and s of the residual stream."""
+    """Return a rank's rows of a pack: t inside attention and MLP, s in the residual stream."""
     t = load.tokens / layout.context
     return t, t / layout.tensor if layout.sequence else t
 
 
 def _targets(layout: Layout, load: Load) -> float:
-    """Return the targets of the context-parallel rank that has most, the last of a pack's tokens.
+    """Return the targets on the context-parallel rank that has most, at the end of a pack's tokens.
 
-    Of 2 x CP chunks a rank has one from the front and its counterpart from the back.
+    Of the 2 x CP chunks a rank has one from the front and its counterpart from the back.
     """
     chunks = 2 * layout.context
     prompt = chunks * (1 - load.trainable / load.tokens)
@@ -94,8 +94,8 @@ def _most(
     """Return the most that a stage's chunks hold at once.
 
     Args:
-        saved: what each keeps of one pack.
-        backward: the most that each holds while a pack runs backward.
+        saved: the bytes that each chunk keeps of one pack.
+        backward: the most that each chunk holds while a pack runs backward.
     """
     return round(
         max(
@@ -108,10 +108,10 @@ def _most(
 
 
 def _passes(layout: Layout, micro_batches: int, stage: int) -> Iterator[tuple[list[int], int]]:
-    """Yield a chunk that runs backward, and before it of how many packs each chunk's bytes exist.
+    """Yield the number of packs held by each chunk, and the chunk that runs backward next.
 
-    Interleaved, the chunks take turns for as many micro-batches as there are stages, forward from
-    the first and backward from the last; this repeats itself from the third turn on.
+    Interleaved chunks take turns for as many micro-batches as there are stages, forward from the
+    first chunk and backward from the last; this repeats from the third turn on.
     """
     chunks = layout.virtual_pipeline
     ahead = _ahead(layout, stage)
@@ -127,7 +127,7 @@ def _passes(layout: Layout, micro_batches: int, stage: int) -> Iterator[tuple[li
 
 
 def _ahead(layout: Layout, stage: int) -> int:
-    """Return the forward passes of chunks that a stage has begun when its first runs backward."""
+    """Return how many forward passes a stage has begun when its first backward pass starts."""
     behind = layout.pipeline - stage - 1
     if layout.virtual_pipeline == 1:
         return behind + 1
@@ -145,17 +145,17 @@ def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> i
 def _of_chunks(
     shape: ModelShape, layout: Layout, load: Load, stage: int, *, inside: bool = True
 ) -> tuple[list[float], list[float]]:
-    """Return what each chunk's layers keep of one pack, and the most while they run backward.
+    """Return what each chunk's layers keep of one pack, and the most that they hold backward.
 
     Args:
-        inside: count what exists inside a layer only.
+        inside: count tensors that exist only inside a layer.
     """
     sizes = [_chunk_bytes(here, layout, load, inside) for here in layout.chunks(shape, stage)]
     return [saved for saved, _ in sizes], [backward for _, backward in sizes]
 
 
 def _chunk_bytes(here: ModelShape, layout: Layout, load: Load, inside: bool) -> tuple[float, float]:
-    # Sine and cosine in fp32 are shared by a rank's chunks.
+    # A rank's chunks share sine and cosine in fp32.
     rotary = 4 * load.tokens / layout.context * here.head_dim
     saved = most = rotary / layout.virtual_pipeline
     layers = {
@@ -163,12 +163,12 @@ def _chunk_bytes(here: ModelShape, layout: Layout, load: Load, inside: bool) -> 
         for kind in {*here.expert_layers} or {False}
     }
     kinds = here.expert_layers or (False,) * here.layers
-    for places, recompute in _runs(layout, here.layers):
-        run = [layers[kinds[k]] for k in places]
+    for indices, recompute in _runs(layout, here.layers):
+        run = [layers[kinds[k]] for k in indices]
         kept = [_layer_bytes(layer, layout, load, recompute) for layer in run]
         more = sum(_layer_bytes(layer, layout, load, "none") for layer in run)
         if recompute == "full":
-            # The run keeps the input of its first layer, and all its layers exist again at once.
+            # The run keeps the input of its first layer; all its layers exist again at once.
             kept = kept[:1]
         else:
             more -= sum(kept)
@@ -180,7 +180,7 @@ def _chunk_bytes(here: ModelShape, layout: Layout, load: Load, inside: bool) -> 
 
 
 def _runs(layout: Layout, layers: int) -> Iterator[tuple[range, Recompute]]:
-    """Yield the layers of a chunk that run backward together, and what they compute again."""
+    """Yield the layers of a chunk that run backward together, and what they recompute."""
     count = layout.recompute_layers
     is_uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
     for begin in range(0, layers, count if is_uniform else 1):
@@ -190,9 +190,9 @@ def _runs(layout: Layout, layers: int) -> Iterator[tuple[range, Recompute]]:
 
 
 def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what the embedding's backward pass holds, when its pack's layers have run theirs.
+    """Return what the embedding's backward pass holds, after the layers have run backward.
 
-    The gradient of its weight is whole, in the model's dtype, before it is added to fp32's; the
+    The gradient of its weight exists whole in the model's dtype before it is added to fp32's; the
     gradient of its output is gathered.
     """
     vocabulary = padded_vocab_size(shape.vocab, load.vocab_multiple, layout.tensor) / layout.tensor
@@ -200,7 +200,7 @@ def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
 
 
 def _transient_bytes(layer: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what exists inside a layer only, at its largest moment, besides what it saves."""
+    """Return the peak of tensors that exist only inside a layer, besides what it saves."""
     if layer.moe_layers:
         return _experts_transient_bytes(layer, layout, load)
     return max(
@@ -209,10 +209,10 @@ def _transient_bytes(layer: ModelShape, layout: Layout, load: Load) -> float:
 
 
 def _mlp_gradient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what the backward pass of an MLP's first product holds: it counts in small packs.
+    """Return what the backward pass of an MLP's first product holds, which matters in small packs.
 
-    The gradient of its weight is in the model's dtype before it is added to fp32's. SwiGLU's saved
-    rows are gone by then, but for the gradient of its input.
+    The gradient of its weight is in the model's dtype before it is added to fp32's. By then
+    SwiGLU's saved rows are freed, except the gradient of its input.
     """
     t = load.tokens / layout.context
     width = shape.ffn / layout.tensor
@@ -222,9 +222,9 @@ def _mlp_gradient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
 def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     """Return what SwiGLU's backward pass holds.
 
-    It makes the gradient of its input, which is twice as wide as its output, and two products,
-    from the gradient of its output, which itself is free by then. So is nothing of the layer's
-    residual stream, whose gradient comes twice.
+    It computes the gradient of its input, which is twice as wide as its output, and two products
+    from the gradient of its output, which is freed by then. The layer's residual stream is not
+    freed, and its gradient exists twice.
     """
     t, s = _rows(layout, load)
     return load.dtype_bytes * (4 * t * shape.ffn / layout.tensor + 2 * s * shape.hidden)
@@ -233,26 +233,26 @@ def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float
 def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     """Return what the forward pass of a layer of experts holds besides what it saves.
 
-    The rows before and after their exchange live until the layer ends. Where a rank has several
-    experts, the rows are sorted, and their outputs are there twice: one by one and joined, then
-    joined and in the order of the tokens.
+    The rows before and after the exchange live until the layer ends. If a rank has several experts,
+    the rows are sorted, and the experts' outputs exist twice: one by one and joined, then joined
+    and in token order.
     """
     _, s = _rows(layout, load)
     sent = s * shape.topk
     received = sent * load.routing_skew if layout.expert > 1 else sent
     at_experts = received * layout.expert_tensor
     rows = sent + (received if layout.expert > 1 else 0.0)
-    # Else the rows that came are those that are saved, and only what goes back is new.
+    # With one expert per rank the received rows are the saved ones; only the returned are new.
     rows += 2 * at_experts if shape.experts > layout.expert else sent
     return load.dtype_bytes * rows * shape.hidden
 
 
 def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
-    """Return what exists only while the head runs backward: logits in tiles, and gradients.
+    """Return what exists only while the head runs backward: tiles of logits, and gradients.
 
-    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. If the
-    model is not fp32, a third tile, what a product adds to them, and the finished gradients are in
-    its dtype. [T, V] never exists.
+    Two tiles, the gradient of the hidden states and a tile's columns of the weight's gradient are
+    fp32. If the model is not fp32, a third tile, the products added to these gradients, and the
+    finished gradients are in the model's dtype. [T, V] never exists.
     """
     b = load.dtype_bytes
     hidden = shape.hidden
@@ -309,28 +309,31 @@ def _attention_bytes(
     total += b * t * query
     if again:
         return total
-    total += b * t * query  # rotated
+    # The rotated queries.
+    total += b * t * query
     width = query if repeated else keys
     # Gathered keys and values of both chunks, and the joined parts of the output.
     if layout.context > 1:
         total += b * (load.tokens * (1 + 0.5 / layout.context) * 2 * width + t * query)
     else:
-        total += b * t * width * (1 + repeated)  # rotated keys, and copied values
-    total += 4 * t * shape.heads / tp  # log-sum-exp
+        # Rotated keys, and copied values.
+        total += b * t * width * (1 + repeated)
+    # Log-sum-exp.
+    total += 4 * t * shape.heads / tp
     # Sine and cosine in the model's dtype, twice.
     return total + (2 * b * t * d if b < 4 else 0)
 
 
 def _normalised(elements: float, load: Load) -> float:
-    """Return what a composed norm keeps: normalised rows, and the input in fp32 instead of bf16."""
+    """Return what a composed norm keeps: normalised rows, and the input in fp32, not bf16."""
     return (8 - load.dtype_bytes) * elements * load.composed_norm
 
 
 def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
-    """Return the bytes of a layer's experts, with tokens evenly routed.
+    """Return the bytes that a layer's experts keep, for evenly routed tokens.
 
-    Rows gathered by expert, before and after SwiGLU and weighted; router logits and
-    probabilities.
+    These are the rows gathered by expert, before and after SwiGLU and weighted, and the router's
+    logits and probabilities.
     """
     b = load.dtype_bytes
     rows = s * shape.topk * layout.expert_tensor * load.routing_skew

@@ -10,7 +10,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. Bandwidths are what one GPU can send, in bytes/s, inside its node and to others."""
+    """A GPU. Its bandwidths are what it can send inside its node and to other nodes, in bytes/s."""
 
     name: str
     bf16_flops: float
@@ -19,8 +19,8 @@ class Gpu:
     network_bandwidth: float = 50e9  # one 400 Gbit/s adapter a GPU
 
 
-# NVIDIA's data sheets: A100 and H100/H200 of the SXM form, B200 of the HGX board. Half of NVLink's
-# figure is one direction.
+# NVIDIA's data sheets: SXM versions of A100 and H100/H200, B200 on the HGX board. NVLink's
+# bandwidth is half of the data sheet's, which counts both directions.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -31,8 +31,8 @@ GPUS: dict[str, Gpu] = {
     )
 }
 
-# Found by the words of `torch.cuda.get_device_name`: of the entries that fit, the longest counts.
-# From NVIDIA's data sheets; figures with sparsity are halved.
+# Matched against the words of `torch.cuda.get_device_name`; the longest match counts. From NVIDIA's
+# data sheets; figures with sparsity are halved.
 _PEAKS: tuple[tuple[str, float], ...] = (
     ("A100", 312e12), ("A800", 312e12),
     ("H100", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H800", 989e12),
@@ -45,7 +45,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a GPU such as "NVIDIA H100 80GB HBM3".
 
-    None for a GPU that is not in the table, or a part of one.
+    None for a partition of a GPU, or a GPU that is not in the table.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if "MIG" in words:

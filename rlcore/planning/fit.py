@@ -21,13 +21,13 @@ from rlcore.planning.memory import (
 from rlcore.planning.speed import StepTime, step_time
 
 GIB = 1 << 30
-# Share of a GPU for CUDA's context, workspaces of matmuls, and fragments of the allocator.
+# Share of a GPU for the CUDA context, matmul workspaces, and fragments of the allocator.
 RESERVED = 0.08
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes on one rank: parts that stay for the whole step, and what each phase adds."""
+    """The bytes on one rank: parts that stay for the whole step, and additions of each phase."""
 
     stage: int
     resident: dict[str, int]
@@ -45,7 +45,7 @@ class Needs:
 
 
 def gib(num_bytes: float) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes in GiB."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 
@@ -55,14 +55,14 @@ def usable(capacity: int) -> int:
 
 
 def needs(layout: Layout, job: Job) -> Needs:
-    """Estimate the needs of the pipeline stage that needs most, with publications and NCCL."""
+    """Estimate the needs of the fullest pipeline stage, including publications and NCCL."""
     load = job.load(layout)
     stages = (stage_needs(layout, load, job, stage) for stage in range(layout.pipeline))
     found = max(stages, key=lambda stage: stage.peak)
     phases = dict(found.phases)
     resident = dict(found.resident)
     if (published := job.publication) is not None:
-        # Buffers stay, unless engines that share the GPUs get that memory. These hold their weights
+        # Buffers stay, unless colocated engines get their memory. Such engines hold their weights
         # at the same time, and read copies of two buckets.
         phases["publication"] = published.engine_bytes if published.colocated else 0
         if published.transport == "tensor":
@@ -77,7 +77,7 @@ def needs(layout: Layout, job: Job) -> Needs:
 def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
     """Estimate the needs of one pipeline stage, without publications and NCCL."""
     resident: dict[str, int] = {}
-    # A checkpoint, which needs all trained weights and optimizers at once, is a phase of its own.
+    # A checkpoint needs all trained weights and optimizers at once, so it is a phase of its own.
     phases: dict[str, int] = {"checkpoint": 0}
     b = load.dtype_bytes
     shapes = [*(model.shape for model in job.trained), *(model.shape for model in job.frozen)]
@@ -125,17 +125,17 @@ def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Wei
 # --- NCCL -----------------------------------------------------------------------------------------
 
 # NCCL gives each channel of a communicator a buffer for each of its three protocols (NCCL 2.27,
-# src/init.cc, computeBuffSizes): 4 + 4.7 + 0.5 MiB, in pages of 2 MiB. An all-to-all has a buffer
-# of 2 MiB for each channel and each peer of the node (sizes as in NVIDIA/nccl issue 1685). torch
-# makes a communicator at a group's first call: groups of one rank and unused ones cost nothing.
+# src/init.cc, computeBuffSizes): 4 + 4.7 + 0.5 MiB, in pages of 2 MiB. An all-to-all has a 2 MiB
+# buffer for each channel and each peer on the node (sizes from NVIDIA/nccl issue 1685). torch makes
+# a communicator at a group's first call, so unused groups and groups of one rank cost nothing.
 MIB = 1 << 20
-CHANNELS = 16  # assumed of a communicator; NCCL chooses, at most NCCL_MAX_CTAS (32)
-RING_BYTES = 10 * MIB  # of a channel
-PEER_BYTES = 2 * MIB  # of a channel and a peer that sends
+CHANNELS = 16  # assumed per communicator; NCCL chooses at most NCCL_MAX_CTAS (32)
+RING_BYTES = 10 * MIB  # per channel
+PEER_BYTES = 2 * MIB  # per channel and sending peer
 
 
 def communicators(layout: Layout, job: Job) -> int:
-    """Return how many groups the busiest rank joins, those of a publication included."""
+    """Return how many groups the busiest rank joins, including those of a publication."""
     groups = len(training_groups(layout, moe=job.shape.experts > 0, tied=job.shape.tied))
     if job.publication is None:
         return groups
@@ -151,9 +151,9 @@ def nccl_bytes(layout: Layout, job: Job) -> int:
 
 
 def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
-    """Return the groups of a training step that a rank joins, with their sizes.
+    """Return the sizes of the groups that a rank joins for a training step, by name.
 
-    The rank is of the first or last stage, which share tied embeddings.
+    The rank is on the first or last stage, which share tied embeddings.
     """
     tp = layout.tensor
     pp = layout.pipeline
@@ -169,7 +169,7 @@ def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
         sizes["expert tensor"] = layout.expert_tensor
         sizes["expert and its tensor"] = layout.expert * layout.expert_tensor
         sizes["expert data"] = layout.expert_data
-    # for the norm of the gradient
+    # The group for the norm of the gradient.
     if layout.distributed:
         sizes["whole optimizer"] = layout.gpus
     else:
@@ -178,7 +178,7 @@ def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1}
 
 
-# --- the search -----------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> 
 
 
 def by_time(option: Option) -> tuple[float, int]:
-    """Order options: the fastest first, of equals the smallest."""
+    """Order options by time, and options of equal time by size."""
     return option.time.total, option.needs.peak
 
 
@@ -227,7 +227,7 @@ def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
                 data = gpus // tensor // pipeline // context
                 if data > job.sequences:
                     continue
-                # Experts are spread over expert-parallel ranks alone, whole.
+                # Experts stay whole and are spread over expert-parallel ranks only.
                 for expert in _divisors(gpus // pipeline, limit=experts) if experts else (1,):
                     base = Layout(
                         tensor=tensor,

@@ -1,4 +1,4 @@
-"""What a plan is made for: the models of a run, and the work of one optimizer step."""
+"""The subject of a plan: the models of a run, and the work of one optimizer step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Trained:
     """A model with gradients and an optimizer, laid out like the policy.
 
     Attributes:
-        offload: the model between its passes, and its optimizer.
-        distributed: its optimizer, where that is not laid out as the policy's.
+        offload: between its passes the model is in host memory, and so is its optimizer.
+        distributed: overrides whether its optimizer is distributed; default: as the policy's.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Trained:
 
     @property
     def parameters(self) -> int:
-        """All weights; a value head [H] takes the place of the LM head."""
+        """All weights; a value head [H] replaces the LM head."""
         shape = self.shape
         if not self.value_head:
             return shape.parameters
@@ -38,7 +38,7 @@ class Trained:
 class Frozen:
     """A model that is only scored.
 
-    Offloaded it takes room in its passes alone; with `swapped_in` it takes the policy's.
+    Offloaded, it needs memory only in its passes; with `swapped_in` it uses the policy's memory.
     """
 
     name: str
@@ -53,10 +53,11 @@ class Job:
 
     Attributes:
         trained: the policy first.
-        length: tokens of a sequence, at most, of which `trainable` are trained.
+        length: maximum tokens of a sequence, of which `trainable` are trained.
         scoring_passes: forward passes without gradients: reference, old log-probs.
         pack_tokens: `policy.max_tokens_per_microbatch`.
-        siblings: sequences whose prompt, all but `trainable`, a pack holds once.
+        siblings: sequences that share a prompt (all but `trainable` tokens), which a pack holds
+            once.
         publication: None for a run without engines.
     """
 
@@ -80,7 +81,7 @@ class Job:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: each weight and its optimizer's state once."""
+        """Bytes of a checkpoint: each weight and its optimizer state once."""
         each = self.dtype_bytes + 8 + (4 if self.dtype_bytes < 4 else 0)
         return each * sum(model.parameters for model in self.trained)
 
@@ -98,7 +99,7 @@ class Job:
 
     @property
     def prompt(self) -> int:
-        """The tokens of a sequence that may be another's too."""
+        """The tokens of a sequence that it may share with others."""
         return self.length - self.trainable
 
     @property
@@ -115,22 +116,22 @@ class Job:
 
     @property
     def repeated(self) -> float:
-        """The share of sequences whose prompt stands in their pack already."""
+        """The share of sequences whose prompt is already in their pack."""
         return 1 - self.prompts_in_pack / self.in_pack
 
     @property
     def micro_tokens(self) -> int:
-        """The number of tokens in a pack, each once."""
+        """The number of tokens in a pack, shared tokens counted once."""
         return self.prompts_in_pack * self.prompt + self.in_pack * self.trainable
 
     @property
     def tokens(self) -> float:
-        """All tokens of the step that are computed."""
+        """The number of computed tokens of the step."""
         return self.sequences * (self.length - self.repeated * self.prompt)
 
     @property
     def _groups(self) -> tuple[int, int]:
-        """The whole groups of a pack, and the sequences of one more that is cut."""
+        """The number of whole groups in a pack, and of sequences of one further, cut group."""
         groups, rest = divmod(self.pack_tokens, self.prompt + self.siblings * self.trainable)
         return groups, max(0, (rest - self.prompt) // self.trainable)
 

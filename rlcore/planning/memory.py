@@ -1,4 +1,4 @@
-"""Bytes of one rank's weights, gradients and optimizer. tests/parity compares them with tensors."""
+"""Bytes of one rank's weights, gradients and optimizer, checked against tensors in tests/parity."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class Layout:
     sequence: bool = False
     distributed: bool = False
     recompute: Recompute = "none"
-    # under "full": runs of so many layers, or only so many first layers of each chunk, one by one
+    # With "full": "uniform" recomputes runs of `recompute_layers` layers together, "block" only the
+    # first `recompute_layers` layers of each chunk, one by one.
     recompute_method: RecomputeMethod = "uniform"
     recompute_layers: int = 1
-    stages: tuple[int, ...] = ()  # layers of each pipeline stage; empty: even
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage; empty: evenly divided
 
     @property
     def gpus(self) -> int:
@@ -60,7 +61,7 @@ class Layout:
         return self.stages[stage] if self.stages else shape.layers // self.pipeline
 
     def chunks(self, shape: ModelShape, stage: int) -> list[ModelShape]:
-        """Return the shapes of a pipeline stage's model chunks, of which it has VPP."""
+        """Return the shapes of a pipeline stage's VPP model chunks."""
         each = [self.stage_layers(shape, k) // self.virtual_pipeline for k in range(self.pipeline)]
         first = sum(each[:stage])
         return [
@@ -69,7 +70,7 @@ class Layout:
         ]
 
     def of_stage(self, shape: ModelShape, stage: int) -> ModelShape:
-        """Return the shape of a pipeline stage's layers, those of all its chunks."""
+        """Return the shape of all layers of a pipeline stage, over its chunks."""
         chunks = self.chunks(shape, stage)
         return replace(
             shape,
@@ -78,7 +79,7 @@ class Layout:
         )
 
     def repeated(self, shape: ModelShape, stage: int) -> list[ModelShape]:
-        """Return the layers of each chunk of a stage that full recomputation computes again."""
+        """Return, for each chunk of a stage, the layers that full recomputation repeats."""
         chunks = self.chunks(shape, stage) if self.recompute == "full" else []
         if self.recompute_method == "uniform":
             return chunks
@@ -90,24 +91,24 @@ class Load:
     """The size of a micro-batch."""
 
     tokens: int  # slots of a pack, over all context-parallel ranks
-    micro_batches: int  # of an optimizer step
-    trainable: int  # of the pack's tokens, at most
+    micro_batches: int  # per optimizer step
+    trainable: int  # maximum number of the pack's tokens that are trained
     dtype_bytes: int = 2
     vocab_multiple: int = 1
     chunk_elements: int = 1 << 22
-    # Whether norms are composed, as torch's RMSNorm on a CPU: they keep normalised rows, in fp32.
+    # Whether norms are composed, as torch's RMSNorm on a CPU: they keep normalised rows in fp32.
     composed_norm: bool = False
-    routing_skew: float = 1.0  # tokens of the rank's experts over an even share
+    routing_skew: float = 1.0  # tokens of the rank's experts / an even share
 
     @property
     def repeats_keys(self) -> bool:
-        """Whether keys and values are copied to all heads of queries: in fp32 on CUDA."""
+        """Whether keys and values are copied to all query heads, as in fp32 on CUDA."""
         return self.dtype_bytes == 4 and not self.composed_norm
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one rank: those that data parallelism copies, and the experts'."""
+    """The parameters of one rank: those copied by data parallelism, and the experts'."""
 
     dense: int
     expert: int
@@ -128,7 +129,7 @@ def rank_weights(
 ) -> Weights:
     """Return the parameters of a rank of pipeline stage `stage`.
 
-    A critic has a value head [H], on every tensor-parallel rank, and no LM head.
+    A critic has a value head [H] on every tensor-parallel rank instead of an LM head.
     """
     here = layout.of_stage(shape, stage)
     layers = here.layers
@@ -148,21 +149,21 @@ def rank_weights(
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """The next multiple of `divisible_by` x TP, so that all ranks hold the same number of rows."""
+    """Return the next multiple of `divisible_by` x TP, so that all ranks have equally many rows."""
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
 
 def gradient_bytes(weights: Weights) -> int:
-    """fp32, in buffers of the size of the weights."""
+    """Return the bytes of the fp32 gradient buffers, which have the size of the weights."""
     return 4 * weights.total
 
 
 def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> int:
     """Return the bytes of two fp32 moments, and of fp32 weights next to bf16 ones.
 
-    A distributed optimizer cuts them over the ranks that hold copies. A step takes no more: AdamW
-    is one kernel on CUDA.
+    A distributed optimizer divides them among the ranks that hold copies. A step needs no further
+    memory: AdamW is one kernel on CUDA.
     """
     each = 8 + (4 if dtype_bytes < 4 else 0)
     if not layout.distributed:

@@ -1,4 +1,4 @@
-"""How the weights of a publication are cut into buckets, and what the buckets take on a rank."""
+"""How a publication's weights are cut into buckets, and the memory of the buckets on a rank."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from dataclasses import dataclass
 
 from rlcore.planning.memory import Layout
 
-# At least so many, so that gathering, sending and applying overlap ...
+# The minimum number of buckets, so that gathering, sending and applying overlap.
 BUCKETS = 16
-# ... but no bucket is made smaller for it: each costs a round trip.
+# Buckets are not cut below this size for it, since each costs a round trip.
 SMALL_BUCKET = 16 << 20
-# SGLang fuses these when both come in one call, and drops them without a word when they come in two
-# (its loaders of latent attention).
+# SGLang fuses these if both come in one call, and silently drops them if they come in two (its
+# loaders of latent attention).
 FUSED = ((".q_a_proj.", ".kv_a_proj_with_mqa."),)
-BLOCK = 128  # rows and columns of a matrix in FP8 that have one scale
-# `kv_a_proj_with_mqa` is latent attention's, `w1` to `w3` are Mixtral's
+BLOCK = 128  # rows and columns per scale of a matrix in FP8
+# `kv_a_proj_with_mqa` belongs to latent attention, `w1` to `w3` to Mixtral.
 _PROJECTION = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
 
 
 def bucket_limit(model_bytes: int, bucket_bytes: int) -> int:
-    """Return the most bytes of a bucket of a model, where `bucket_bytes` are allowed."""
+    """Return the maximum bytes of a model's buckets, if `bucket_bytes` are allowed."""
     return min(bucket_bytes, max(SMALL_BUCKET, model_bytes // BUCKETS))
 
 
 def is_projection(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight is rounded to FP8: the matrices of attention and MLPs, and of experts."""
+    """Whether a weight is rounded to FP8: matrices of attention, MLPs and experts."""
     return len(shape) == 2 and _PROJECTION.search(name) is not None
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of the scales of a matrix in FP8, one for each block."""
+    """Return the shape of the scales of a matrix in FP8, one scale for each block."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def fp8_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a matrix in FP8, and of its scales in fp32."""
+    """Return the bytes of a matrix in FP8, including its scales in fp32."""
     return math.prod(shape) + 4 * math.prod(scale_shape(shape))
 
 
 def together(names: Sequence[str]) -> list[range]:
     """Return the ranges of tensors that must stay in one bucket (`FUSED`)."""
-    places = {name: at for at, name in enumerate(names)}
+    positions = {name: at for at, name in enumerate(names)}
     found: list[range] = []
     for one, other in FUSED:
-        for name, at in places.items():
-            partner = places.get(name.replace(one, other)) if one in name else None
+        for name, at in positions.items():
+            partner = positions.get(name.replace(one, other)) if one in name else None
             if partner is not None:
                 found.append(range(min(at, partner), max(at, partner) + 1))
     return found
@@ -60,9 +60,10 @@ def cut(tensors: Sequence[tuple[int, str]], most: int, whole: Sequence[range] = 
     A larger tensor gets a bucket of its own. No bucket mixes dtypes.
 
     Args:
-        whole: tensors of one dtype that are never cut apart, as if they were one.
+        whole: ranges of tensors of one dtype that are never divided.
     """
-    joined = {at for place in whole for at in place[1:]}  # to the tensor before them
+    # Positions that stay in the bucket of the tensor before them.
+    joined = {at for place in whole for at in place[1:]}
     starts = [at for at in range(len(tensors)) if at not in joined]
     found: list[range] = []
     first = 0
@@ -84,14 +85,14 @@ class Publication:
     """How a run publishes its policy.
 
     Attributes:
-        buckets: bytes of each, as engines take it.
-        bucket_limit: bytes of a bucket, unless one tensor is larger.
-        unrounded: bytes of the largest bucket before it is rounded to FP8; 0 where none is.
-        engines: their number.
-        transport: as configured, and "copy" where the one engine lives in rank 0's process.
-        senders: trainer ranks whose network cards carry the weights, at most.
+        buckets: bytes of each bucket, as received by engines.
+        bucket_limit: maximum bytes of a bucket, unless one tensor is larger.
+        unrounded: bytes of the largest bucket before rounding to FP8; 0 without rounding.
+        engines: number of engines.
+        transport: as configured, or "copy" if the only engine lives in rank 0's process.
+        senders: maximum number of trainer ranks whose network cards carry the weights.
         engine_tensor: tensor-parallel ranks of an engine.
-        engine_dtype_bytes: of what an engine computes in, its KV cache included.
+        engine_dtype_bytes: bytes per number in an engine, its KV cache included.
         colocated: engines take turns with the trainer on its GPUs.
     """
 
@@ -107,7 +108,7 @@ class Publication:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the model, as they are published."""
+        """Bytes of the published model."""
         return sum(self.buckets)
 
     @property
@@ -116,26 +117,26 @@ class Publication:
         return self.num_bytes // self.engine_tensor
 
     def is_everywhere(self, layout: Layout) -> bool:
-        """Whether every rank gets every bucket, and not rank 0 alone."""
+        """Whether every rank gets every bucket, rather than only rank 0."""
         many = min(self.senders, layout.gpus) > 1
         return self.transport == "tensor" or (self.transport == "distributed" and many)
 
     def engines_of_a_sender(self, layout: Layout) -> int:
-        """Return the engines to which one rank sends over NCCL, at most."""
+        """Return the maximum number of engines that one rank sends to over NCCL."""
         if self.transport != "distributed":
             return 0
         return math.ceil(self.engines / min(self.senders, layout.gpus))
 
     def buffers(self, layout: Layout) -> int:
-        """Return the most bytes of a rank that stay until the next publication.
+        """Return the maximum bytes that a rank keeps until the next publication.
 
-        These are two buckets, one before it is rounded, and another's worth of parts that the
-        ranks of a replica exchange. `rlcore dryrun` measures them.
+        They hold two buckets, one bucket before rounding, and parts of the size of one bucket that
+        the ranks of a replica exchange. `rlcore dryrun` measures them.
         """
         parts = self.bucket_limit if layout.tensor * layout.pipeline * layout.expert > 1 else 0
         return self.two_buckets + self.unrounded + parts
 
     @property
     def two_buckets(self) -> int:
-        """Bytes of the two buffers that serve every other bucket each."""
+        """Bytes of two buffers that serve alternate buckets."""
         return sum(max(self.buckets[parity::2], default=0) for parity in (0, 1))

@@ -27,7 +27,8 @@ def describe(layout: Layout) -> str:
         ("ETP", layout.expert_tensor),
         ("DP", layout.data),
     ]
-    own = layout.expert_tensor != layout.tensor  # else the configuration need not name it
+    # Only a layout with its own ETP has to name it.
+    own = layout.expert_tensor != layout.tensor
     text = (
         " x ".join(f"{name} {size}" for name, size in sizes if (own if name == "ETP" else size > 1))
         or "1 GPU"
@@ -53,10 +54,10 @@ def report(
     """Yield the lines of the report.
 
     Args:
-        gpus: of the trainer.
-        engines: how many there are, and whose GPUs they are on.
+        gpus: number of the trainer's GPUs.
+        engines: the number of engines, and the GPUs that they use.
         own: the configuration's layout, or why it is refused.
-        found: every admissible layout, the fastest first.
+        found: all admissible layouts, the fastest first.
     """
     shape = job.shape
     active = f", {shape.active_parameters / 1e9:.2f} B active" if shape.experts else ""
@@ -106,7 +107,7 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def breakdown(option: Option, job: Job, capacity: int) -> Iterator[str]:
-    """Yield the parts of the fullest rank and of the time, and what is next to a step."""
+    """Yield the parts of the fullest rank's memory and of the time, then facts beyond a step."""
     needs = option.needs
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
@@ -132,10 +133,10 @@ def _publication(published: Publication) -> str:
 
 
 def _engine(option: Option, shape: ModelShape, published: Publication, capacity: int) -> str:
-    """Describe the room on a GPU of one of the run's engines.
+    """Describe the free memory on a GPU of one of the run's engines.
 
-    A colocated engine takes its KV cache while the trainer is offloaded, its weights next to the
-    trainer's state.
+    A colocated engine allocates its KV cache while the trainer is offloaded, but holds its weights
+    next to the trainer's state.
     """
     tensor = published.engine_tensor
     weights = published.engine_bytes
@@ -154,9 +155,9 @@ def _engine(option: Option, shape: ModelShape, published: Publication, capacity:
 
 
 def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
-    """Yield the layout that comes nearest to fitting, and what would make it fit."""
+    """Yield the layout that is nearest to fitting, and changes that would make it fit."""
     if not found:
-        yield "No layout of so many GPUs suits the model."
+        yield "No layout of this number of GPUs suits the model."
         return
     best = min(found, key=lambda option: option.needs.peak)
     over = best.needs.peak - usable(capacity)
@@ -170,7 +171,7 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     advice = [
         (
             f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true",
-            # it takes that room in a phase of its own instead
+            # The model needs this memory in a phase of its own instead.
             min(size, phase),
         )
         for name, size in resident.items()

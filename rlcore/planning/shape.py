@@ -23,7 +23,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with rotary attention over grouped heads and gated MLPs, or experts, in layers."""
+    """A decoder with rotary attention over grouped heads, and layers of gated MLPs or experts."""
 
     layers: int
     hidden: int
@@ -36,18 +36,18 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
-    topk: int = 0  # experts that a token passes through
+    topk: int = 0  # experts per token
     expert_ffn: int = 0
     shared_ffn: int = 0  # width of the shared expert
     shared_gate: bool = False
-    expert_layers: tuple[bool, ...] = ()  # for each layer, whether it has experts; empty: none has
-    latent: int = 0  # weights of a layer's latent attention (MLA), in place of Q, K, V and output
+    expert_layers: tuple[bool, ...] = ()  # whether each layer has experts; empty: no layer has
+    latent: int = 0  # weights of a layer's latent attention (MLA), which replace Q, K, V and output
 
     @classmethod
     def of_fields(
         cls, fields: Mapping[str, Any], *, vocab: int, tied: bool, latent: int = 0
     ) -> ModelShape:
-        """Make a shape of keyword arguments of megatron.core's `TransformerConfig`."""
+        """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
         experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
@@ -85,52 +85,52 @@ class ModelShape:
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the QKV projection."""
+        """The number of columns of the QKV projection."""
         return (self.heads + 2 * self.groups) * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
-        """Entries of the attention projections of one layer."""
+        """The number of entries of one layer's attention projections."""
         return self.latent or self.hidden * (self.qkv_width + self.heads * self.head_dim)
 
     @property
     def attention(self) -> int:
-        """Weights of the attention of one layer that tensor parallelism cuts."""
+        """The number of attention weights of one layer that tensor parallelism divides."""
         return self.attention_matrices + self.qkv_width * self.qkv_bias
 
     @property
     def norms(self) -> int:
-        """Weights of the norms of one layer, which every tensor-parallel rank holds whole."""
+        """The number of norm weights of one layer, which every tensor-parallel rank holds whole."""
         return 2 * self.hidden + 2 * self.head_dim * self.qk_norm
 
     @property
     def mlp(self) -> int:
-        """Weights of the dense MLP of one layer."""
+        """The number of weights of one layer's dense MLP."""
         return 3 * self.hidden * self.ffn
 
     @property
     def routed(self) -> int:
-        """Weights of the routed experts of one layer."""
+        """The number of weights of one layer's routed experts."""
         return self.experts * 3 * self.hidden * self.expert_ffn
 
     @property
     def shared(self) -> int:
-        """Weights of the shared expert of one layer."""
+        """The number of weights of one layer's shared expert."""
         return 3 * self.hidden * self.shared_ffn
 
     @property
     def router(self) -> int:
-        """Weights of a layer's router with the shared gate, whole on each tensor-parallel rank."""
+        """The number of weights of a layer's router and shared gate, whole on each tensor rank."""
         return self.hidden * (self.experts + self.shared_gate)
 
     @property
     def chosen(self) -> int:
-        """Entries of the matrices that a token passes through in the experts of one layer."""
+        """The number of matrix entries that a token passes through in one layer's experts."""
         return self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
 
     @property
     def parameters(self) -> int:
-        """All weights of the language model."""
+        """The number of all weights of the language model."""
         dense = self.layers - self.moe_layers
         blocks = self.layers * (self.attention + self.norms) + dense * self.mlp
         blocks += self.moe_layers * (self.routed + self.shared + self.router)
@@ -138,21 +138,21 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Entries of all layers' matrices that a token passes; norms and biases cost nothing."""
+        """The number of matrix entries in all layers that a token passes, without norms and biases."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
         return matrices + self.moe_layers * self.chosen
 
     @property
     def active_parameters(self) -> int:
-        """Entries of all matrices that a token passes, LM head included and embedding not."""
+        """The number of matrix entries that a token passes, with LM head and without embedding."""
         return self.layer_matrices + self.vocab * self.hidden
 
     def forward_flops(self, lengths: Iterable[int], trainable: int) -> float:
-        """Count the FLOPs of one forward pass. A backward pass is twice that.
+        """Count the FLOPs of one forward pass. A backward pass takes twice as many.
 
-        Nothing is computed twice: the layers at every token, causal attention inside each sequence,
-        the LM head at trainable positions alone.
+        Nothing is counted twice: the layers at every token, causal attention inside each sequence,
+        the LM head at trainable positions only.
         """
         tokens = 0
         squares = 0
@@ -165,17 +165,17 @@ class ModelShape:
         """Count the forward FLOPs of the layers alone.
 
         Args:
-            tokens: of all sequences.
-            squares: the sum of the squares of their lengths.
+            tokens: the number of tokens of all sequences.
+            squares: the sum of their squared lengths.
         """
         return 2.0 * tokens * self.layer_matrices + self.cost.quadratic * squares
 
     @property
     def cost(self) -> CostModel:
-        """Forward FLOPs of a sequence, by which a batch is balanced and a plan counts.
+        """The forward FLOPs of a sequence, for balancing a batch and for plans.
 
-        They are 2 a parameter and token, and causal attention over n tokens: 2 * 2 * heads *
-        head_dim * n / 2 a layer and token.
+        They are 2 per parameter and token, and for causal attention over n tokens 2 * 2 * heads *
+        head_dim * n / 2 per layer and token.
         """
         return CostModel(
             2.0 * self.active_parameters, 2.0 * self.layers * self.heads * self.head_dim

@@ -1,6 +1,6 @@
 """An estimate of an optimizer step's time: arithmetic of the slowest stage, and communication.
 
-docs/planning.md has the model. Communication is taken as not overlapped with arithmetic.
+docs/planning.md has the model. It assumes no overlap of communication and arithmetic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlcore.planning.memory import Layout, Weights, rank_weights
 from rlcore.planning.shape import ModelShape
 
 ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
-BANDWIDTH = 0.7  # share of a link's figure that collectives reach
+BANDWIDTH = 0.7  # share of a link's nominal bandwidth that collectives reach
 TILE = (128, 256)  # rows and columns of a product that a multiprocessor computes at a time
 
 
@@ -25,11 +25,11 @@ class StepTime:
 
     arithmetic: float
     communication: float
-    bubble: float  # of the pipeline
+    bubble: float  # idle time of the pipeline
 
     @property
     def total(self) -> float:
-        """The whole time."""
+        """The total time."""
         return sum(astuple(self))
 
 
@@ -37,7 +37,7 @@ def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
     """Estimate the time of one optimizer step, with the scoring passes before it."""
 
     def seconds(sent: Iterator[tuple[float, int, int]]) -> float:
-        """Time rings that gather or scatter (bytes, over ranks, in a span of GPUs)."""
+        """Return the time of rings that gather or scatter (bytes, ranks, span of GPUs)."""
         return sum(
             num_bytes * (ranks - 1) / ranks / (_bandwidth(gpu, span) * BANDWIDTH)
             for num_bytes, ranks, span in sent
@@ -51,7 +51,7 @@ def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
     )
     communication = in_layers + seconds(_sent_by_replicas(layout, job))
     if pp > 1:
-        # Each sweep passes hidden states, or their gradients, on to the next stage.
+        # Each sweep sends hidden states, or their gradients, to the next stage.
         sent = _rows(layout, job) * job.shape.hidden * job.dtype_bytes
         sent *= (2 + job.scoring_passes) * layout.virtual_pipeline
         communication += sent / (_bandwidth(gpu, layout.gpus) * BANDWIDTH)
@@ -59,14 +59,14 @@ def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
 
 
 def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]]:
-    """Yield what the layers of the largest stage exchange: bytes, ranks, and the span of GPUs."""
+    """Yield the exchanges of the largest stage's layers: bytes, ranks, and the span of GPUs."""
     shape = job.shape
     b = job.dtype_bytes
     tp = layout.tensor
     cp = layout.context
     tokens = job.tokens / layout.data / cp
     layers = max(layout.stage_layers(shape, stage) for stage in range(layout.pipeline))
-    # how many times the collectives of the layers run
+    # How many times the collectives of the layers run.
     sweeps = 2.0 + job.scoring_passes + _repeated(shape, layout)
     # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
     # once more in the backward pass.
@@ -80,7 +80,7 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
 
 
 def _sent_by_replicas(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]]:
-    """Yield the gradients that replicas sum, and the weights that they gather."""
+    """Yield the exchanges between replicas: summed gradients and gathered weights."""
     weights = policy_weights(layout, job)
     copies = layout.data * layout.context
     each = 4 + job.dtype_bytes if layout.distributed else 8
@@ -98,13 +98,13 @@ def policy_weights(layout: Layout, job: Job) -> Weights:
 
 
 def _rows(layout: Layout, job: Job) -> float:
-    """Return the rows of the residual stream of one rank."""
+    """Return the rows of the residual stream on one rank."""
     cut = layout.tensor if layout.sequence else 1
     return job.tokens / (layout.data * layout.context * cut)
 
 
 def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
-    """Time the stage that computes longest: a large one, or the last, which has the LM head too.
+    """Return the time of the slowest stage: a large one, or the last one with the LM head.
 
     The head recomputes its logits in the backward pass, whatever the layers recompute.
     """
@@ -126,7 +126,7 @@ def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
 
 
 def fullness(shape: ModelShape, layout: Layout, micro_tokens: int, gpu: Gpu) -> float:
-    """Return the share of multiprocessors that the matmuls keep busy: small ones leave gaps."""
+    """Return the share of multiprocessors that the matmuls keep busy; small matmuls leave gaps."""
     products = list(_products(shape, layout, micro_tokens))
     return sum(flops for _, _, flops in products) / sum(
         flops / _wave_share(rows, width, gpu) for rows, width, flops in products
@@ -138,7 +138,7 @@ def _products(
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (rows, columns of the result, weight entries) of a layer's matmuls on one rank.
 
-    Each expert is a product of its own.
+    Each expert is a separate product.
     """
     t = micro_tokens / layout.context
     tp = layout.tensor
@@ -167,7 +167,7 @@ def _bandwidth(gpu: Gpu, span: int) -> float:
 
 
 def _repeated(shape: ModelShape, layout: Layout) -> float:
-    """Return the share of the layers that full recomputation computes again, all of a layer."""
+    """Return the share of layers that full recomputation repeats completely."""
     stages = range(layout.pipeline)
     return sum(here.layers for k in stages for here in layout.repeated(shape, k)) / shape.layers
 

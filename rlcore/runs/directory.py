@@ -21,7 +21,8 @@ from rlcore.runs.lock import LOCK, OWNER, RunLock
 
 logger = logging.getLogger(__name__)
 
-ResultMark = tuple[int, int, int]  # inode, time of change (ns), bytes
+# The result file's inode, time of change (ns) and bytes.
+ResultMark = tuple[int, int, int]
 Status = Literal["completed", "early_stopped", "failed", "interrupted"]
 
 CONFIG = "config.yaml"
