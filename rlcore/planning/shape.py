@@ -138,7 +138,7 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """The number of matrix entries in all layers that a token passes, without norms and biases."""
+        """The matrix entries in all layers that a token passes; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
         return matrices + self.moe_layers * self.chosen
