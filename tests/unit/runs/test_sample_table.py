@@ -196,7 +196,7 @@ def test_a_row_group_is_cut_by_rows_and_by_tokens(
     ("change", "said"),
     [
         ({"tokens": pa.array([[1 << 40]])}, "not in range"),
-        ({"rollout_logprobs": pa.array([[1.0, None]])}, "empty places"),
+        ({"rollout_logprobs": pa.array([[1.0, None]])}, "a list with nulls"),
         ({"versions": pa.array([[[1, 2]]])}, "not a readable recording"),
         ({"metadata": pa.array(["{"])}, "not a readable recording"),
         ({"something": pa.array([1])}, "something"),
