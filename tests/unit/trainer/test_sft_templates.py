@@ -301,7 +301,11 @@ def test_calls_are_trained_by_templates_that_take_json(write_rows, name, message
         ("deepseek_r1_distill", called([MAP], content="I find it."), "leaves out calls of tools"),
         ("llama3", called([MAP]), "leaves out calls of tools"),
         # it ends the turn behind every call but the first
-        ("deepseek_r1_distill", called([MAP, MAP, MAP]), "ends the turn before the last of its tool calls"),
+        (
+            "deepseek_r1_distill",
+            called([MAP, MAP, MAP]),
+            "ends the turn before the last of its tool calls",
+        ),
     ],
 )
 def test_calls_that_a_template_leaves_out_are_refused(write_rows, name, message, reason) -> None:
