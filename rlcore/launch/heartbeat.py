@@ -61,7 +61,8 @@ class HeartbeatMonitor:
         now = time.monotonic()
         self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
         self._checked_at = now
-        self.last: dict[int, float] = {}  # the newest result of `silence`
+        # the newest result of `silence`
+        self.last: dict[int, float] = {}
 
     def silence(self) -> dict[int, float]:
         """Seconds since each rank's last beat, without ranks that have ended cleanly."""
@@ -155,7 +156,8 @@ class Heartbeat:
         if clean:
             try:
                 self._sync.store.set(beat_key(self._sync.rank), _LEFT)
-            except dist.DistError as error:  # recovery: none is needed, nobody monitors any more
+            except dist.DistError as error:
+                # recovery: none is needed, nobody monitors any more
                 logger.info("the run's store is gone: %s", error)
 
     def _run(self) -> None:
@@ -164,7 +166,8 @@ class Heartbeat:
         while not self._stopped.is_set():
             failure = self._beat(number)
             if failure is None:
-                noticed = 0.0  # the store is there again
+                # the store is there again
+                noticed = 0.0
             else:
                 noticed = noticed or time.monotonic()
                 limit_s = LEAVE_S if self._cleaning_up.is_set() else NOTICE_S
@@ -175,7 +178,8 @@ class Heartbeat:
 
     def _beat(self, number: int) -> Failure | None:
         """Beat, and return the failure of the run: a posted one, or a silent peer."""
-        if orphaned():  # a store in a folder outlives the process that made it
+        # a store in a folder outlives the process that made it
+        if orphaned():
             return Failure(self._sync.rank, "the process that started this rank is gone")
         try:
             self._store.set(beat_key(self._sync.rank), f"{number} {self._sync.doing}")
@@ -188,7 +192,8 @@ class Heartbeat:
                     post_failure(self._store, silent)
                     known = read_failure(self._store)
             return known
-        except dist.DistError as error:  # recovery: none; with its store the run is gone
+        except dist.DistError as error:
+            # recovery: none; with its store the run is gone
             return Failure(
                 self._sync.rank,
                 f"the process that holds the run's store (a launcher, node 0) is gone: {error}",

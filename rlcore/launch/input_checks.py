@@ -183,7 +183,8 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
         estimator = build_estimator(section.name, **estimator_options(config, keywords))
         without_teacher = set(ESTIMATOR_OPTIONAL) - {"teacher_logprobs"}
         estimator.check_available(ESTIMATOR_OPTIONAL if config.teacher.path else without_teacher)
-    except (ValueError, TypeError) as error:  # also what the constructor thinks of its values
+    except (ValueError, TypeError) as error:
+        # also what the constructor thinks of its values
         return [Problem(path, str(error))]
     if "reward_parts" in estimator.needs:
         problems += sum_ignored(config)
@@ -266,7 +267,8 @@ def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword
 
 def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[str, Keyword]) -> str:
     own = [key for key in type(section).model_fields if key != "name"]
-    given = {*COEFFICIENTS, PART_WEIGHTS}  # by other keys
+    # by other keys
+    given = {*COEFFICIENTS, PART_WEIGHTS}
     settable = [keyword for keyword in keywords.values() if keyword.name not in given]
     near = difflib.get_close_matches(
         name, [*(keyword.name for keyword in settable), *own], n=1, cutoff=0.5
@@ -359,7 +361,8 @@ def _call_problem(found: Callable[..., Any], workflow: WorkflowConfig | None) ->
     for target, count, shown, named in calls:
         try:
             signature = inspect.signature(target)
-        except (TypeError, ValueError):  # some functions of C have none
+        except (TypeError, ValueError):
+            # some functions of C have none
             continue
         try:
             signature.bind(*[None] * count, **named)

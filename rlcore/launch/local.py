@@ -86,13 +86,15 @@ class _LocalRanks:
         self._monitor = HeartbeatMonitor(self.store, range(self.count), config.cluster)
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
-        self._signal = 0  # the newest signal that was passed on
+        # the newest signal that was passed on
+        self._signal = 0
 
     def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
             worker = _start(rank, self.count, self._shared.folder, self.config, arguments)
             self.workers.append(worker)
-            if self._signal:  # which came before this rank was started
+            # which came before this rank was started
+            if self._signal:
                 worker.send_signal(self._signal)
 
     def pass_on(self, number: int, _frame: object) -> None:
@@ -108,7 +110,8 @@ class _LocalRanks:
             codes = [worker.poll() for worker in self.workers]
             failure = read_failure(self.store) or self._died(codes) or self._fell_silent(codes)
             if failure is not None:
-                post_failure(self.store, failure)  # for the other ranks
+                # for the other ranks
+                post_failure(self.store, failure)
                 return failure
             if None not in codes:
                 return None
@@ -146,7 +149,8 @@ class _LocalRanks:
             and self.codes[failure.rank] == -self._signal
             and not was_opened(self.store)
         ):
-            return INTERRUPTED  # a rank that does not handle signals yet dies of them
+            # a rank that does not handle signals yet dies of them
+            return INTERRUPTED
         if was_opened(self.store):
             conclude_unless_written(self.config, "failed", str(failure), earlier=self._earlier)
         raise_if_stuck(self.store, failure, self.config.run)

@@ -56,7 +56,8 @@ class RankLog:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        for descriptor in (1, 2):  # so that the output of native code goes there, too
+        # so that the output of native code goes there, too
+        for descriptor in (1, 2):
             os.dup2(self._file.stream.fileno(), descriptor)
 
     def log_error(self, error: BaseException) -> None:
@@ -188,7 +189,8 @@ def log_folder(run: RunConfig) -> Path:
 def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
     """Describe what ended a run, how to continue it, and the last lines of the rank's log."""
     path = rank_log_path(log_folder(run), failure.rank)
-    if not path.exists():  # of an evaluation's ranks, which print, or of a rank that just began
+    # of an evaluation's ranks, which print, or of a rank that just began
+    if not path.exists():
         return f"trainer {failure}"
     head = f"trainer {failure}"
     if not failure.bad_input:

@@ -52,10 +52,12 @@ logger = logging.getLogger(__name__)
 
 # Libraries read these when they are first used on a GPU, so they are set before that.
 DETERMINISTIC_LIBRARIES = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS refuses
+    # without it cuBLAS refuses
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Else NCCL chooses by measured times, and sums in another order.
     "NCCL_ALGO": "Ring",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
+    # Transformer Engine's attention
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 
 
@@ -262,7 +264,8 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
         with process.reporting_errors(), _signals(sync, has_steps):
             yield process
     except BaseException as error:
-        sync.fail(error)  # `reporting_errors` does not see an interrupt
+        # `reporting_errors` does not see an interrupt
+        sync.fail(error)
         heartbeat.stop(clean=False)
         # The process group is not destroyed: that would wait for peers stuck in a collective.
         raise
@@ -378,7 +381,8 @@ def _signals(sync: RankSync, has_steps: bool) -> Iterator[None]:
             if not has_steps:
                 signal.default_int_handler(number, frame)
             sync.interrupt()
-            if first_on_node():  # `print` may not be entered twice, as a handler could
+            # `print` may not be entered twice, as a handler could
+            if first_on_node():
                 os.write(2, STOPPING)
         elif now - asked_at[number] > SAME_SIGNAL_S:
             signal.default_int_handler(number, frame)

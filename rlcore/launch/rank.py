@@ -57,14 +57,16 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, is_checked: boo
                 process,
                 loaded,
                 resume=resume or resumes,
-                overwrite=overwrite and not resumes,  # the first attempt has done it
+                # the first attempt has done it
+                overwrite=overwrite and not resumes,
                 is_checked=is_checked,
                 service=service,
             )
     except RunHasEnded as ended:
         return ended.code
     except PeerFailed as error:
-        if rank != 0 or supervised():  # another process reports it
+        # another process reports it
+        if rank != 0 or supervised():
             wait_for_reporter()
             return FAILED
         raise RunFailed(describe_failure(error.failure, loaded.config.run)) from error

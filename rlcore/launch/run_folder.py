@@ -62,7 +62,8 @@ class OpenRun:
         elif not directory.resumed and not directory.metrics_path.exists():
             try:
                 directory.discard()
-            except OSError as second:  # it must not hide the first error
+            except OSError as second:
+                # it must not hide the first error
                 logger.warning("%s was not removed: %s", directory.path, second)
 
 

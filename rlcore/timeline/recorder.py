@@ -29,7 +29,8 @@ from rlcore.timeline.files import Record, TimelineFile, Track
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 200_000  # that wait in memory, some 100 MB; further ones are counted and lost
-now = time.perf_counter  # on Linux one clock for all processes of a machine
+# on Linux one clock for all processes of a machine
+now = time.perf_counter
 GROUP: ContextVar[str] = ContextVar("GROUP", default="")
 """The group of samples that the current task works for, as `group_key` names it."""
 
@@ -49,7 +50,8 @@ class Recorder:
     def __init__(self) -> None:
         self.enabled = False
         self.max_records = MAX_RECORDS
-        self._records: deque[Record] = deque()  # its operations are atomic
+        # its operations are atomic
+        self._records: deque[Record] = deque()
         self._lost = 0
         self._writing = threading.Lock()
         self._file: TimelineFile | None = None

@@ -25,11 +25,16 @@ class StartClock:
     """Adds up the phases of a start, on the thread that starts the process."""
 
     def __init__(self) -> None:
-        self.origin: float | None = None  # when the process began, where its command knows
-        self.began: float | None = None  # None: it does not run
-        self.seconds: dict[str, float] = {}  # by phase, without phases inside it
-        self.spans: list[tuple[str, float, float]] = []  # name, begin and end, by the end
-        self._inside: list[float] = []  # seconds of phases inside each open one
+        # when the process began, where its command knows
+        self.origin: float | None = None
+        # None: it does not run
+        self.began: float | None = None
+        # by phase, without phases inside it
+        self.seconds: dict[str, float] = {}
+        # name, begin and end, by the end
+        self.spans: list[tuple[str, float, float]] = []
+        # seconds of phases inside each open one
+        self._inside: list[float] = []
 
     def begin(self) -> None:
         """Begin to measure. What happened since `origin`, if that is known, was importing."""
@@ -81,7 +86,8 @@ def process_start() -> float:
     moment = now()
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        ticks = int(fields[19])  # since the machine was started
+        # since the machine was started
+        ticks = int(fields[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     # another system than Linux
     except (OSError, AttributeError):

@@ -148,7 +148,8 @@ def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
 def _as_json(value: object) -> str:
     try:
         return orjson.dumps(value).decode()
-    except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
+    except TypeError:
+        # integers beyond 64 bits, and halves of surrogate pairs
         return json.dumps(value)
 
 

@@ -46,7 +46,8 @@ def reach_hub(config: HubConfig) -> None:
     assert config.repo is not None
     try:
         HfApi().create_repo(config.repo, private=config.private, exist_ok=True)
-    except Exception as error:  # as in push_to_hub
+    except Exception as error:
+        # as in push_to_hub
         raise UserError(
             f"tracking.hub.repo: {config.repo!r} cannot be reached: {_one_line(error)}; log in with"
             " `hf auth login`, or unset it and push the run's hf/ folder later"

@@ -81,7 +81,8 @@ class Notices:
         if not self._begun:
             self._go_on(step)
         found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
-        if step > 0:  # the evaluation before training is no step to compare with
+        # the evaluation before training is no step to compare with
+        if step > 0:
             self._remember([row])
         for notice in found:
             append_json_line(self.path, asdict(notice))
@@ -112,7 +113,8 @@ class Notices:
             lines = "".join(json.dumps(asdict(notice)) + "\n" for notice in kept)
             write_atomic(self.path, lines.encode())
         rows = [row for row in self._earlier() if 0 < row["step"] < step]
-        again = rows[-WINDOW:]  # checked once more, for rules that have begun to hold
+        # checked once more, for rules that have begun to hold
+        again = rows[-WINDOW:]
         self._remember(rows[:-WINDOW])
         for notice in kept:
             streak = self._streaks.get(notice.notice)

@@ -89,9 +89,12 @@ class Progress(BaseTracker):
         self._last = self._began
         self._intervals: deque[float] = deque(maxlen=WINDOW)
         self._step = 0
-        self._shown: float | None = None  # time at which a step's line was last written
-        self._withheld = ""  # the line of the last step, until it is written
-        self._said_so = False  # that steps were left out
+        # time at which a step's line was last written
+        self._shown: float | None = None
+        # the line of the last step, until it is written
+        self._withheld = ""
+        # that steps were left out
+        self._said_so = False
 
     def start(self, description: Mapping[str, str]) -> None:
         """Show what was chosen, as a table."""
@@ -104,7 +107,8 @@ class Progress(BaseTracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step, unless another was shown a moment ago."""
         now = self._clock()
-        if step > 0:  # step 0 is the evaluation before training: no measure of a step's time
+        # step 0 is the evaluation before training: no measure of a step's time
+        if step > 0:
             self._intervals.append(now - self._last)
         self._step = step
         self._last = now

@@ -55,7 +55,8 @@ class WandbTracker(BaseTracker):
         if "finish_timeout" in wandb.Settings.model_fields:
             options["finish_timeout"] = UPLOAD_S
         try:
-            with _masked_command_line():  # wandb records it
+            # wandb records it
+            with _masked_command_line():
                 self.run = wandb.init(
                     project=config.project,
                     entity=config.entity,

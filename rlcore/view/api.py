@@ -153,7 +153,8 @@ class Api:
 
     def find_definitions(self, asked: Parameters) -> Any:
         """The definition of each metric that any run has."""
-        from rlcore.algorithms.metric_table import metric_spec  # torch: seconds to import
+        # torch: seconds to import
+        from rlcore.algorithms.metric_table import metric_spec
 
         names = {name for run in self.runs.values() for name in run.metrics.names()}
         specs = {name: metric_spec(name) for name in sorted(names)}

@@ -89,8 +89,10 @@ NEWEST = 50  # evaluations that a page looks at
 # Tokens are most of a recording, and of no use here.
 JUDGED = ("prompt_id", "rollout_id", "index", "reward", "metadata")
 SHOWN = tuple({*JUDGED, *EXCERPT_COLUMNS, "finish_reason", "rollout_logprobs"})
-Key = tuple[str, int]  # the prompt, the rollout_id
-Rollout = list[Record]  # its samples
+# the prompt, the rollout_id
+Key = tuple[str, int]
+# its samples
+Rollout = list[Record]
 
 
 def sets_of(run: RunView) -> list[dict[str, Any]]:

@@ -149,7 +149,8 @@ def _vectors(record: Record) -> dict[str, Vector]:
     given = record.get("vectors") or {}
     known = {name: given.get(key, record.get(key)) for name, key in KEYS.items()}
     found = {
-        name: np.array(values, dtype=np.float32)  # null, which stands for NaN, becomes NaN
+        # null, which stands for NaN, becomes NaN
+        name: np.array(values, dtype=np.float32)
         for name, values in known.items()
         if isinstance(values, list) and len(values) == m
     }

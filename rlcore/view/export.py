@@ -90,7 +90,8 @@ def page_with(data: bytes) -> bytes:
     if b"</script" in script or b"</style" in style:
         raise ValueError("a file of the page would end its own block")
     policy = POLICY.format(sources=f"script-src {_hash(script)}; style-src {_hash(style)}")
-    policy = policy.replace(" frame-ancestors 'none';", "")  # of which a <meta> may not speak
+    # of which a <meta> may not speak
+    policy = policy.replace(" frame-ancestors 'none';", "")
     page = static(PAGE)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'.encode()
     page = page.replace(b'<meta charset="utf-8">\n', b'<meta charset="utf-8">\n' + head)

@@ -142,7 +142,8 @@ class TokenTexts:
         self._run = run
         self._lock = threading.Lock()
         self._tokenizer: Any = None
-        self.trouble = ""  # why texts of tokens are missing
+        # why texts of tokens are missing
+        self.trouble = ""
 
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; "" for one that goes on with the character before it.
@@ -153,7 +154,8 @@ class TokenTexts:
         if tokenizer is None:
             return [f"[{token}]" for token in tokens]
         pieces = tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
-        for place, token in enumerate(tokens):  # of a word alone, some decoders lose its space
+        # of a word alone, some decoders lose its space
+        for place, token in enumerate(tokens):
             name = tokenizer.id_to_token(token) or ""
             if name.startswith(SPACE) and not pieces[place].startswith(" "):
                 pieces[place] = f" {pieces[place]}"

@@ -22,7 +22,8 @@ COMPARISONS = ("<", "<=", "=", "!=", ">=", ">")
 MAX_STEPS_OF_NAMES = 50  # that are looked at for the names of sources, parts, ...
 MAX_PARTS = 200
 MAX_INTEGER = 1 << 63
-Row = dict[str, Any]  # scalars of one sample, by column
+# scalars of one sample, by column
+Row = dict[str, Any]
 # Names of folders may look like partitions.
 TABLE = "read_parquet({}, hive_partitioning=false, file_row_number={}) AS {}"
 # JSON holds the texts of a conversation and of a label.

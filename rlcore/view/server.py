@@ -52,7 +52,8 @@ def to_json(value: Any) -> bytes:
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(value, option=options, default=str)
-    except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
+    except TypeError:
+        # integers beyond 64 bits, and halves of surrogate pairs
         known = json.loads(rollouts.to_json(value), parse_constant=lambda _: None)
         return json.dumps(known).encode()
 
@@ -135,7 +136,8 @@ class ViewServer:
             )
         except (DataError, ValueError) as error:
             return HTTPStatus.BAD_REQUEST, to_json({"error": str(error)})
-        except (LookupError, OSError) as error:  # files that were deleted or rewound meanwhile
+        except (LookupError, OSError) as error:
+            # files that were deleted or rewound meanwhile
             message = f"the run's files have changed: {error!r}; try again"
             return HTTPStatus.CONFLICT, to_json({"error": message})
 

@@ -65,7 +65,8 @@ def dry_run(
             in_flight.micro_batches, in_flight.tokens, job.length, job.trainable, job.siblings
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Megatron and torch, on advice for real ranks
+            # of Megatron and torch, on advice for real ranks
+            warnings.simplefilter("ignore")
             report = rehearse(
                 config,
                 job_passes(config),

@@ -96,7 +96,8 @@ def serve_engines(
                 write_atomic(urls_file, b"[]")
             return
         lines = ["ready. For the trainer:"]
-        if made:  # standard output may be a file that others read
+        # standard output may be a file that others read
+        if made:
             exports = "".join(f"export {name}={key}\n" for name, key in made.items())
             logs.mkdir(parents=True, exist_ok=True)
             write_atomic(keys_file, exports.encode(), mode=0o600)
@@ -108,7 +109,8 @@ def serve_engines(
             write_atomic(urls_file, listed)
 
     if urls_file is not None:
-        urls_file.unlink(missing_ok=True)  # left by engines that were killed
+        # left by engines that were killed
+        urls_file.unlink(missing_ok=True)
     try:
         restart = config.rollout.engine.restart
         asyncio.run(run_servers(servers, announce, followers(config), restart=restart))
@@ -208,7 +210,8 @@ async def run_servers(
                 work.result()
     finally:
         stopping.cancel()
-        for work in (*working, *starting):  # a server that is starting ends by its cancellation
+        # a server that is starting ends by its cancellation
+        for work in (*working, *starting):
             work.cancel()
         await asyncio.gather(*working, *starting, all_started, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in servers))
@@ -240,7 +243,8 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
         failed_starts += 1
         try:
             await server.start(port)
-        except RlcoreError as error:  # recovery: the next start, if one is left
+        except RlcoreError as error:
+            # recovery: the next start, if one is left
             why = str(error)
         else:
             why = ""

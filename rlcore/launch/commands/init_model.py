@@ -192,7 +192,8 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
         "pad_token_id": pad,
         "bos_token_id": None,
     }
-    if spec.family == "qwen2":  # takes its head size from hidden / heads
+    # takes its head size from hidden / heads
+    if spec.family == "qwen2":
         return Qwen2Config(**sizes)
     width = max(spec.intermediate // 2, 1)
     if spec.family == "deepseek_v3":

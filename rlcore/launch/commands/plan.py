@@ -135,7 +135,8 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
         rollout = config.rollout.model_copy(update={"engine": engine})
         config = config.model_copy(update={"rollout": rollout})
     nodes = 1
-    if trainer > GPUS_PER_NODE and not engine.colocated:  # colocated engines are on one machine
+    # colocated engines are on one machine
+    if trainer > GPUS_PER_NODE and not engine.colocated:
         nodes = next(
             n for n in range(2, trainer + 1) if trainer % n == 0 and trainer // n <= GPUS_PER_NODE
         )
@@ -355,7 +356,8 @@ def _siblings(config: Config) -> int:
 def job_passes(config: Config) -> Passes:
     """Return the passes of a step; a plugin is asked."""
     found = built_in_passes(config)
-    if found is None:  # a plugin must be built, with torch, to say what it needs
+    # a plugin must be built, with torch, to say what it needs
+    if found is None:
         from rlcore.trainer.credit import CreditAssignment
         from rlcore.trainer.objective import Objective
 

@@ -74,7 +74,8 @@ def view_runs(
         print(printable(export_page(api, export, step=step)))
         return 0
     for run in runs:
-        threading.Thread(target=run.metrics.refresh, daemon=True).start()  # before it is asked for
+        # before it is asked for
+        threading.Thread(target=run.metrics.refresh, daemon=True).start()
     try:
         server = ViewServer(api, port=port)
     except OSError as error:

@@ -67,8 +67,10 @@ def translate_error(error: RayError, what: str) -> RlcoreError:
             return cause
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
-        why = _lines(error)[-1]  # Ray's last line says it
-        if error.actor_init_failed:  # another start would fail, too
+        # Ray's last line says it
+        why = _lines(error)[-1]
+        # another start would fail, too
+        if error.actor_init_failed:
             return RunFailed(f"{what}: it could not begin: {why.partition(': ')[2] or why}")
         return ActorLost(f"{what}: its process is gone: {why}")
     return RunFailed(f"{what}: {type(error).__name__}: {first_line(error)}")
@@ -112,6 +114,7 @@ def end_named(names: Iterable[str]) -> None:
         for name in sorted(left):
             try:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-            except (RayError, ValueError):  # it is gone
+            except (RayError, ValueError):
+                # it is gone
                 left.discard(name)
         time.sleep(POLL_S if left else 0.0)

@@ -61,7 +61,8 @@ def connected(config: Config) -> Iterator[Cluster]:
         try:
             _connect(config.cluster.ray.address, config)
             placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
-        except SystemExit as asked:  # Ray's own handler of SIGTERM
+        except SystemExit as asked:
+            # Ray's own handler of SIGTERM
             raise KeyboardInterrupt from asked
         yield Cluster(placement, ray.util.get_node_ip_address())
     finally:
@@ -133,7 +134,8 @@ def join(address: str, *, prefix: str = "", **options: Any) -> None:
     try:
         check_reachable(address)
         _init(address, **options)
-    except AuthenticationError as error:  # so there is a cluster
+    except AuthenticationError as error:
+        # so there is a cluster
         raise UserError(
             f"{prefix}the Ray cluster refuses us: it wants a token (RAY_AUTH_MODE=token) and this"
             " process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
@@ -249,7 +251,8 @@ def _clusters(proc: Path) -> dict[int, set[str]]:
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             user = process.stat().st_uid
-        except OSError:  # it has ended
+        except OSError:
+            # it has ended
             continue
         if os.path.basename(words[0]) == b"raylet":
             addresses = [w.removeprefix(_OPTION) for w in words if w.startswith(_OPTION)]

@@ -74,12 +74,15 @@ class Driver:
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
-        self._stopping = False  # the ranks were asked to end
+        # the ranks were asked to end
+        self._stopping = False
         self._run_status: Any = None
         self._hosts: list[Any] = []
         self._restarts = 0
-        self._opened = False  # the ranks have taken the run's folder
-        self._resumes = False  # ... and this attempt resumes it
+        # the ranks have taken the run's folder
+        self._opened = False
+        # ... and this attempt resumes it
+        self._resumes = False
         self._began = time.time()
         self._earlier = result_mark(self.config)
 
@@ -101,7 +104,8 @@ class Driver:
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
             code = None
-            while code is None:  # an attempt resumes the run that an earlier one has begun
+            # an attempt resumes the run that an earlier one has begun
+            while code is None:
                 code = self._attempt(
                     trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened
                 )
@@ -165,7 +169,8 @@ class Driver:
                 for rank, (node, pid, gpus) in enumerate(ranks.where)
             ]
         )
-        self._ranks = ranks  # from here on a stop request ends them cleanly
+        # from here on a stop request ends them cleanly
+        self._ranks = ranks
         for_rank0 = {API_KEY: self._keys.api, ADMIN_KEY: self._keys.admin}
         if self._restarts and not self._cluster.placement.shares_gpus:
             for_rank0[RESTARTED] = str(self._restarts)

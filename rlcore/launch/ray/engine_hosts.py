@@ -50,13 +50,15 @@ class EngineHost:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._gpus = tuple(gpus)
         self._server = _server(config, index, keys, gpus)
-        self._starting: asyncio.Task[str] | None = None  # the newest start, perhaps finished
+        # the newest start, perhaps finished
+        self._starting: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
         """Start the server, unless a lost service has started it already; return its URL."""
         ended = self._server.ended
         starting = self._starting
-        runs = ended is not None and not ended.done()  # also while it is starting
+        # also while it is starting
+        runs = ended is not None and not ended.done()
         if starting is None or (starting.done() and not runs):
             starting = self._starting = asyncio.ensure_future(self._server.start())
         return await asyncio.shield(starting)
@@ -119,11 +121,13 @@ class HostedServer:
         self._host = host
         self.name = name
         self._placement_timeout_s = placement_timeout_s
-        self._begun = False  # the host was asked to start it
+        # the host was asked to start it
+        self._begun = False
         # for the newest start; None while it is starting
         self._ended: asyncio.Task[str] | None = None
         self.pid: int | None = None
-        self.gpus: tuple[str, ...] = ()  # once it was started
+        # once it was started
+        self.gpus: tuple[str, ...] = ()
 
     async def start(self) -> str:
         """Start the server and return its URL.
@@ -151,7 +155,8 @@ class HostedServer:
     async def _until_ended(self) -> str:
         try:
             return str(await answer(self._host.wait_ended.remote(), what=f"engine {self.name}"))
-        except RlcoreError as error:  # its actor, or the node, is gone
+        except RlcoreError as error:
+            # its actor, or the node, is gone
             return str(error)
 
     @property
@@ -185,7 +190,8 @@ class HostedServer:
         except DeadlineExceeded as error:
             logger.warning("%s; it is killed", error)
             ray.kill(self._host, no_restart=False)
-        except RlcoreError as error:  # recovery: none is needed, it is gone
+        except RlcoreError as error:
+            # recovery: none is needed, it is gone
             logger.info("%s", error)
         if self._ended is not None:
             await asyncio.wait({self._ended}, timeout=END_SERVER_S)

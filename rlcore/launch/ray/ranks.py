@@ -51,7 +51,8 @@ from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
 CONNECTIONS_OF_A_RANK = 2  # to the store: its own, and its heartbeat's
-Where = tuple[str, int, list[str]]  # a node's id, a process id, names of GPUs
+# a node's id, a process id, names of GPUs
+Where = tuple[str, int, list[str]]
 
 
 class RankActor:
@@ -80,7 +81,8 @@ class RankActor:
         Raises:
             RlcoreError: as `rlcore.launch.rank.train_rank`.
         """
-        START.origin = now()  # the process may have waited for this since long ago
+        # the process may have waited for this since long ago
+        START.origin = now()
         # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
@@ -125,11 +127,16 @@ class Ranks:
         self.store = dist.PrefixStore(store_prefix(), self._host)
         self._monitor = HeartbeatMonitor(self.store, range(self._count), self.config.cluster)
         self.actors: list[Any] = []
-        self.where: list[Where] = []  # of each rank
-        self._runs: dict[Any, int] = {}  # the unfinished call of each rank -> the rank
-        self.codes: dict[int, int] = {}  # exit codes of ranks that have ended
-        self.errors: dict[int, RlcoreError] = {}  # errors of ranks that have ended with one
-        self._lost: dict[int, float] = {}  # ranks whose process is gone -> when that was seen
+        # of each rank
+        self.where: list[Where] = []
+        # the unfinished call of each rank -> the rank
+        self._runs: dict[Any, int] = {}
+        # exit codes of ranks that have ended
+        self.codes: dict[int, int] = {}
+        # errors of ranks that have ended with one
+        self.errors: dict[int, RlcoreError] = {}
+        # ranks whose process is gone -> when that was seen
+        self._lost: dict[int, float] = {}
         self._silent = False
         self._failed_at = 0.0
 
@@ -199,7 +206,8 @@ class Ranks:
             failure = read_failure(self.store) or self._died() or self._fell_silent()
             if failure is not None:
                 self._failed_at = time.monotonic()
-                post_failure(self.store, failure)  # for the other ranks
+                # for the other ranks
+                post_failure(self.store, failure)
                 return self._cause(failure)
             if not self._runs:
                 return None
@@ -227,7 +235,8 @@ class Ranks:
             return True
         self.wait_for_peers()
         if failure.waited and read_stuck(self.store) is not None:
-            return True  # a stuck rank kept its peers waiting
+            # a stuck rank kept its peers waiting
+            return True
         if isinstance(self.errors.get(failure.rank), PartLost):
             return True
         # A rank that ends itself because another one failed takes longer than this.
@@ -281,7 +290,8 @@ class Ranks:
             try:
                 self.codes[rank] = ray.get(ref)
             except RayActorError:
-                if rank == 0 or not has_ended(self.store):  # else it is not needed any more
+                # else it is not needed any more
+                if rank == 0 or not has_ended(self.store):
                     self._lost[rank] = time.monotonic()
             except RayError as error:
                 self.errors[rank] = translate_error(error, f"rank {rank}")

@@ -105,7 +105,8 @@ def _describe(run: str) -> Iterator[str]:
         facts: dict[str, Any] = get(
             status_of(run).read.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY
         )
-    except (RlcoreError, ValueError):  # it has ended meanwhile
+    except (RlcoreError, ValueError):
+        # it has ended meanwhile
         return
     folder = Path(facts["folder"])
     # this machine may lack the file
@@ -170,7 +171,8 @@ def print_on_driver(run: str) -> None:
         try:
             call = run_status.say.remote(stream, line[:MAX_LINE])
             get(call, limit_s=STATUS_ANSWER_S, what="the driver", key=KEY)
-        except RunFailed:  # recovery: the driver is gone, and with it the terminal
+        except RunFailed:
+            # recovery: the driver is gone, and with it the terminal
             logger.info("not printed: %s", line.rstrip())
 
     sys.stdout = LineStream(lambda line: send("out", line))
@@ -189,7 +191,8 @@ class Requests:
         self._stops = 0
         self._interrupts = False
         self._run_status: Any = None
-        self._news: list[Any] = []  # the call that is under way; none once the actor is lost
+        # the call that is under way; none once the actor is lost
+        self._news: list[Any] = []
 
     @property
     def count(self) -> int:
@@ -229,14 +232,16 @@ class Requests:
 
     def finish(self) -> None:
         """Print the lines that are left, once rank 0 has ended."""
-        for _ in range(2):  # the call under way may have been answered before the last line came
+        # the call under way may have been answered before the last line came
+        for _ in range(2):
             if self._news:
                 self._take()
 
     def _take(self) -> None:
         try:
             self._stops, lines = ray.get(self._news[0], timeout=STATUS_ANSWER_S)
-        except RayError:  # the actor is lost, and `rlcore stop` with it
+        except RayError:
+            # the actor is lost, and `rlcore stop` with it
             self._news = []
             return
         self._news = [self._run_status.news.remote()]
