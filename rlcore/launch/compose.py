@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class RolloutHandles:
-    """Rank 0's handles on what gives it samples and takes its weights; other ranks have none."""
+    """Rank 0's source of samples and receiver of weights; other ranks have none."""
 
     source: RolloutSource
-    # begins a call of `WeightPublication`; None where nothing generates
+    # Starts a call of `WeightPublication`; None if nothing generates.
     publication: Callable[..., Future[Any]] | None
     num_prompts: int
     prompt_lengths: NDArray[np.int64] | None = None
@@ -86,7 +86,7 @@ def build_backend(
     *,
     optimizer_steps: int,
 ) -> PolicyBackend:
-    """Make the trainer's backend, Megatron; without `credit` the policy alone."""
+    """Make the Megatron backend; without `credit` it has only the policy."""
     from backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(
@@ -125,12 +125,12 @@ def open_handles(
     greedy_baseline: bool = False,
     service: ServiceClient | None = None,
 ) -> RolloutHandles:
-    """Read the prompts, and make what gives samples (an SFT file, a replay, the rollout service).
+    """Read the prompts and make the source of samples: SFT file, replay or rollout service.
 
-    Nothing is started. `stack` closes the service.
+    This starts nothing. `stack` closes the service.
 
     Args:
-        service: the process of the rollout service; default: the service is in this process.
+        service: the process of the rollout service; None: the service runs in this process.
     """
     from rlcore.data.tokenizer import load_tokenizer
 
@@ -194,7 +194,7 @@ def _open_service_here(
 
 def start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
     """Let rank 0 start the engines. Collective."""
-    # a large model loads for long
+    # A large model takes long to load.
     limit_s = config.cluster.start_timeout_s + comeback_s(
         config.rollout.engine, engine_place_s(config)
     )
@@ -212,7 +212,7 @@ def build_weight_publisher(
     journal: VersionJournal | None,
     stack: ExitStack,
 ) -> WeightPublisher | None:
-    """Make what publishes weights to the engines; None where nothing generates.
+    """Make the publisher of weights to the engines; None if nothing generates.
 
     Args:
         stack: closes this rank's connections to engines.
@@ -244,7 +244,7 @@ def build_weight_publisher(
 
 
 def rank_address(device: torch.device) -> RankAddress:
-    """The address of this rank, which is on `device`."""
+    """Return the address of this rank, which is on `device`."""
     host = socket.gethostname()
     if device.type != "cuda":
         return RankAddress(host)
@@ -255,9 +255,9 @@ def rank_address(device: torch.device) -> RankAddress:
 def build_gpu_sharing(
     config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None
 ) -> GpuSharing | None:
-    """Offload the trainer where engines share its GPUs; call this before they start.
+    """Offload a trainer that shares its GPUs with engines; call this before the engines start.
 
-    Returns None where engines have GPUs of their own.
+    Returns None if the engines have their own GPUs.
     """
     if not (config.rollout.engine.colocated and generates(config)):
         return None
@@ -268,7 +268,7 @@ def build_gpu_sharing(
 def build_utilization(
     config: Config, process: Process, credit: CreditAssignment
 ) -> Utilization | None:
-    """Make what measures `perf/mfu`; None where the GPU's peak is not known."""
+    """Make the measurement of `perf/mfu`; None if the GPU's peak is unknown."""
     from backends.megatron.convert.read import read_architecture
 
     peak = None
@@ -292,7 +292,7 @@ def build_rank0(
     credit: CreditAssignment,
     steps: int,
 ) -> RankZero:
-    """Make what only rank 0 has, and start its trackers."""
+    """Make rank 0's own parts, and start its trackers."""
     config = loaded.config
     directory = run.directory
     found = run.resume_from
@@ -325,6 +325,6 @@ def build_rank0(
 
 
 def replay_from(config: Config) -> Path | None:
-    """The shards that a replay starts from, if they are given."""
+    """Return the shards that a replay starts from, if configured."""
     path = config.training.replay_from
     return None if path is None else find_checkpoint(Path(path), "training.replay_from")

@@ -1,4 +1,4 @@
-"""The engines of a run, and their GPUs on this machine: the trainer's own if colocated, else free.
+"""The engines of a run, and their GPUs on this machine: the trainer's if colocated, or free ones.
 
 GPUs are numbered as the trainer's processes see them, 0 to the last of `CUDA_VISIBLE_DEVICES`; rank
 k of a machine is on GPU k.
@@ -30,7 +30,7 @@ def build_engines(config: Config) -> list[RolloutEngine]:
     """Build the engines of a run, without starting them; see the factory of their kind.
 
     Raises:
-        ConfigError: the configuration asks in vain for an environment, a GPU or an argument.
+        ConfigError: an environment, a GPU or an argument that the configuration needs is missing.
     """
     if config.cluster.launcher == "ray" and hosted_engines(config):
         from rlcore.launch.ray.engine_hosts import cluster_engines
@@ -48,13 +48,13 @@ def build_engines(config: Config) -> list[RolloutEngine]:
 
 
 def check_reachable(engines: Sequence[RolloutEngine], config: Config) -> None:
-    """Raise ConfigError for an engine that takes weights from the trainer's own process alone."""
+    """Raise ConfigError for an engine that takes weights only inside the trainer's process."""
     for engine in engines:
         if engine.transports == (IN_PROCESS,):
             raise ConfigError(
-                f"rollout.engine.kind: {config.rollout.engine.kind} takes weights in its own"
-                " process alone, and with rollout.service: process the trainer is in another one:"
-                " set rollout.service to in_process"
+                f"rollout.engine.kind: {config.rollout.engine.kind} takes weights"
+                " only inside its own process, but with rollout.service: process the trainer is in"
+                " another: set rollout.service to in_process"
             )
 
 
@@ -65,10 +65,10 @@ def engine_site(
     logs: Path,
     node: EngineNode | None = None,
 ) -> EngineSite:
-    """This machine, for engines that are beside `local_ranks` processes of the trainer.
+    """Describe this machine to engines that share it with `local_ranks` trainer processes.
 
     Args:
-        node: this machine's part, where an engine is on several.
+        node: this machine's part of an engine on several machines.
     """
 
     def gpus() -> list[list[str]]:
@@ -86,19 +86,19 @@ def engine_site(
 def assign_gpus(
     config: EngineConfig, *, visible: int, ranks: int, nodes: int = 1
 ) -> list[tuple[int, ...]]:
-    """Return each engine's GPUs, one for each tensor-parallel rank; () for engines on the CPU.
+    """Return each engine's GPUs, one per tensor-parallel rank; () for engines on the CPU.
 
-    Engines that can share a GPU (`EngineKind.shares_gpu`) are dealt over those that no trainer is
-    on; if there is none, over all.
+    Engines that can share a GPU (`EngineKind.shares_gpu`) are spread over the GPUs without a
+    trainer, or over all GPUs if each has a trainer.
 
     Args:
         visible: the number of GPUs of this machine; 0 on a CPU.
         ranks: the number of trainer processes on it.
-        nodes: machines over which an engine's ranks are dealt.
+        nodes: machines over which an engine's ranks are spread.
 
     Raises:
-        ConfigError: there are too few GPUs, or `rollout.engine.gpus` names some that do not exist
-            or that an engine cannot have.
+        ConfigError: there are too few GPUs, or `rollout.engine.gpus` names GPUs that do not exist
+            or that an engine cannot use.
     """
     if not visible or config.device == "cpu":
         if config.gpus:
@@ -164,7 +164,7 @@ def _span(trainer: range) -> str:
 
 
 def visible_names(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
-    """Name GPUs for a child's `CUDA_VISIBLE_DEVICES`; this process may see only some itself."""
+    """Name GPUs for a child's `CUDA_VISIBLE_DEVICES`; this process may see only a part itself."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if not chosen:
         return [str(gpu) for gpu in gpus]

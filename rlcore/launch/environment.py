@@ -1,4 +1,4 @@
-"""The environment, which says how a process was started. Imports nothing heavy."""
+"""Environment variables that say how a process was started. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlcore.deadlines import SPEAKER_S
 from rlcore.errors import RunFailed
 
 THREADS = "OMP_NUM_THREADS"
-# Beyond so many threads the passes over a step's tokens on rank 0 are no faster.
+# More threads do not speed up the passes over a step's tokens on rank 0.
 MAX_THREADS = 16
 
 # Open files of a process besides its connections to other ranks: libraries, shards, engines, logs.
@@ -27,17 +27,17 @@ SUPERVISED = "RLCORE_SUPERVISOR"
 # ranks, whose command lines are masked.
 RESOLVED = "RLCORE_RESOLVED"
 
-# Set where Ray starts the ranks again: their engines are running, and some may be lost.
+# Set if Ray restarts the ranks: their engines are running, and some may be lost.
 RESTARTED = "RLCORE_RESTARTED"
 
-# The folder of the ranks' store, where they all run on this machine (rlcore/stores.py).
+# The folder of the ranks' store, if all ranks run on this machine (rlcore/stores.py).
 STORE_FOLDER = "RLCORE_STORE_FOLDER"
 
 
 def rank_environment(
     rank: int, world_size: int, *, local_rank: int, local_world_size: int
 ) -> dict[str, str]:
-    """The variables that torchrun would set, but for the place of the ranks' store."""
+    """Return the variables that torchrun would set, except the address of the ranks' store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -47,8 +47,8 @@ def rank_environment(
 
 
 def store_environment(host: str, port: int) -> dict[str, str]:
-    """The variables of torchrun for ranks whose store is at an address of our supervisor's."""
-    # The store is the supervisor's, so no rank chooses a port.
+    """Return torchrun's variables for ranks whose store our supervisor holds."""
+    # The supervisor holds the store, so no rank chooses a port.
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
@@ -57,41 +57,41 @@ def store_environment(host: str, port: int) -> dict[str, str]:
 
 
 def is_rank() -> bool:
-    """Whether torchrun or our own supervisor gave this process a rank."""
+    """Return whether torchrun or our own supervisor gave this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def supervised() -> bool:
-    """Whether our own supervisor (local, or the Ray driver) started this process."""
+    """Return whether our own supervisor (local, or the Ray driver) started this process."""
     return SUPERVISED in os.environ
 
 
 def restarted() -> bool:
-    """Whether the ranks were started again while engines of an earlier start are running."""
+    """Return whether the ranks were restarted while engines of an earlier start are running."""
     return RESTARTED in os.environ
 
 
 def orphaned() -> bool:
-    """Whether the supervisor of this process is gone."""
+    """Return whether the supervisor of this process is gone."""
     return supervised() and os.getppid() != int(os.environ[SUPERVISED])
 
 
 def resolved_by_launcher() -> Path | None:
-    """Return the file with the checked configuration; None where this process reads and checks.
+    """Return the file with the checked configuration; None if this process must check it.
 
-    A process that a rank starts may inherit the variable, which is the rank's.
+    A child of a rank may inherit the variable, which is meant for the rank alone.
     """
     path = os.environ.get(RESOLVED)
     return Path(path) if path is not None and supervised() and not orphaned() else None
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun itself started this process."""
+    """Return whether torchrun itself started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and not supervised()
 
 
 def first_on_node() -> bool:
-    """Whether this rank prints errors for its node: all ranks may hit the same one."""
+    """Return whether this rank prints errors for its node; all ranks may raise the same error."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -105,20 +105,19 @@ def wait_for_reporter() -> None:
 
 
 def store_prefix(attempt: int = 0) -> str:
-    """The prefix of the ranks' keys in the launcher's store, which torchrun keeps over restarts."""
+    """Return the prefix of the ranks' keys in the launcher's store, which outlives restarts."""
     return f"rlcore/{attempt}"
 
 
 def here_key(rank: int) -> str:
-    """The key under that prefix which says that a rank waits for the others."""
+    """Return the key, below that prefix, of a rank that waits for the others."""
     return f"here/{rank}"
 
 
 def threads_at_most() -> int | None:
-    """The intra-op threads of this process: its share of the cores; None where the user says.
+    """Return this process's share of the cores, for intra-op threads; None if the user sets it.
 
-    torchrun starts several processes with one thread each, which rank 0 would prepare whole steps
-    with.
+    torchrun gives each of several processes one thread, too few for rank 0 to prepare a step.
     """
     if threads_given():
         return None
@@ -129,10 +128,10 @@ def threads_at_most() -> int | None:
 
 
 def threads_given() -> bool:
-    """Whether the user has set OMP_NUM_THREADS.
+    """Return whether the user has set OMP_NUM_THREADS.
 
-    The setting of torchrun and of our own launcher is in the environment of their ranks, not in the
-    one that they were started with.
+    torchrun and our own launcher set it for their ranks, so only the environment of the launcher
+    shows the user's setting.
     """
     if THREADS not in os.environ or not (started_by_torchrun() or STORE_FOLDER in os.environ):
         return THREADS in os.environ
@@ -144,7 +143,7 @@ def threads_given() -> bool:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -153,8 +152,8 @@ def cores() -> int:
 def allow_connections(count: int) -> None:
     """Raise this process's limit of open files, so that it can hold `count` connections.
 
-    Many systems allow 1024 files and let a process raise that. Raises RunFailed where this one may
-    not raise it so far.
+    Many systems allow 1024 files and let a process raise the limit. Raises RunFailed if the hard
+    limit is too low.
     """
     needed = count + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

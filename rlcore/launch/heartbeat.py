@@ -1,8 +1,7 @@
-"""Heartbeats of the ranks, by which a hang is found.
+"""Heartbeats of the ranks, which reveal a hang.
 
-Every rank beats. A rank that is silent for too long counts as hung. When the run has failed, a rank
-that is stuck (in a collective, in a generation) and cannot leave is ended by its own heartbeat
-thread.
+Every rank beats. A rank that is silent for too long counts as hung. After the run has failed, the
+heartbeat thread ends its own process if the main thread is stuck in a collective or a generation.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def beat_key(rank: int) -> str:
-    """The key in the store under which a rank beats."""
+    """Return the key in the store under which a rank beats."""
     return f"beat/{rank}"
 
 
@@ -44,14 +43,14 @@ def raise_if_stuck(store: Store, failure: Failure, run: RunConfig) -> None:
     """Raise RunFailed for the stuck rank that a late peer waited for, with that rank's stacks."""
     stuck = read_stuck(store)
     if failure.waited and stuck is not None:
-        blamed = Failure(stuck, "it did not come to where the others waited for it, and was ended")
+        blamed = Failure(stuck, "it did not reach the point where the others waited, and was ended")
         raise RunFailed(describe_failure(blamed, run, lines=LAST_LINES_OF_A_STACK))
 
 
 class HeartbeatMonitor:
     """Finds ranks that have been silent for too long.
 
-    Only changes of a beat count, so no clocks are compared.
+    It looks only for changes of the beat, so no clocks are compared.
     """
 
     def __init__(self, store: Store, ranks: Iterable[int], cluster: ClusterConfig) -> None:
@@ -61,13 +60,13 @@ class HeartbeatMonitor:
         now = time.monotonic()
         self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
         self._checked_at = now
-        # the newest result of `silence`
+        # The newest result of `silence`.
         self.last: dict[int, float] = {}
 
     def silence(self) -> dict[int, float]:
-        """Seconds since each rank's last beat, without ranks that have ended cleanly."""
+        """Return the seconds since each rank's last beat, without ranks that have ended cleanly."""
         now = time.monotonic()
-        # This process, and perhaps all others too, was stopped and continued.
+        # This process, and perhaps every other, was suspended and resumed.
         stalled = now - self._checked_at > STALL_S
         self._checked_at = now
         silence: dict[int, float] = {}
@@ -86,7 +85,7 @@ class HeartbeatMonitor:
         return silence
 
     def failure(self, *, limit_s: float | None = None) -> Failure | None:
-        """The rank that has been silent longest, if longer than the limit; `limit_s` lowers it."""
+        """Return the longest silent rank, if longer than the limit, which `limit_s` lowers."""
         limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
         late = []
         for rank, seconds in sorted(self.silence().items(), key=lambda item: -item[1]):
@@ -100,7 +99,7 @@ class HeartbeatMonitor:
                 late.append(rank)
         if not late:
             return None
-        # A late rank that has joined only waits for another one.
+        # A late rank that has joined waits for another late rank.
         missing = (rank for rank in late if not self.store.check([here_key(rank)]))
         why = (
             f"it has not joined the others within {self.start_limit_s:g} s"
@@ -110,13 +109,13 @@ class HeartbeatMonitor:
 
 
 class Heartbeat:
-    """A thread of each rank: beats, monitors peers, and ends this process if it is stuck.
+    """A thread of each rank that beats, monitors peers, and ends a stuck process.
 
     Rank 0 monitors all others, and they monitor rank 0.
 
     Args:
-        store: used by this thread alone: a store that another thread waits on delays the beats.
-        on_failure: called with the failure right before this process is ended; the list may grow.
+        store: for this thread alone; sharing it with a waiting thread would delay the beats.
+        on_failure: called with the failure right before this process ends; the list may grow.
     """
 
     def __init__(
@@ -138,26 +137,26 @@ class Heartbeat:
 
     @property
     def silent_ranks(self) -> list[int]:
-        """Peers that have missed a beat or two; a peer that is lost is among them."""
+        """Peers that have missed a beat or two, among them every lost peer."""
         return [rank for rank, seconds in self._monitor.last.items() if seconds > 2 * BEAT_S]
 
     def allow_cleanup(self) -> None:
-        """Give the main thread LEAVE_S to close what is open: it knows that the run is over."""
+        """Give the main thread, which knows of the failure, LEAVE_S to clean up."""
         self._cleaning_up.set()
 
     def ignore_peers(self) -> None:
-        """Stop monitoring: no peer is needed from now on."""
+        """Stop monitoring: this rank needs no peer from now on."""
         self._ignores_peers.set()
 
     def stop(self, *, clean: bool) -> None:
-        """Stop beating; `clean` lets the monitors know that this is no hang."""
+        """Stop beating; `clean` marks the silence as intended."""
         self._stopped.set()
         self._thread.join(NOTICE_S)
         if clean:
             try:
                 self._sync.store.set(beat_key(self._sync.rank), _LEFT)
             except dist.DistError as error:
-                # recovery: none is needed, nobody monitors any more
+                # No recovery is needed: without the store nobody monitors this rank.
                 logger.info("the run's store is gone: %s", error)
 
     def _run(self) -> None:
@@ -166,7 +165,7 @@ class Heartbeat:
         while not self._stopped.is_set():
             failure = self._beat(number)
             if failure is None:
-                # the store is there again
+                # The store answers again.
                 noticed = 0.0
             else:
                 noticed = noticed or time.monotonic()
@@ -177,8 +176,8 @@ class Heartbeat:
             self._stopped.wait(BEAT_S)
 
     def _beat(self, number: int) -> Failure | None:
-        """Beat, and return the failure of the run: a posted one, or a silent peer."""
-        # a store in a folder outlives the process that made it
+        """Beat, and return the failure of the run: a posted failure or a silent peer."""
+        # A store in a folder outlives the process that made it.
         if orphaned():
             return Failure(self._sync.rank, "the process that started this rank is gone")
         try:
@@ -193,14 +192,14 @@ class Heartbeat:
                     known = read_failure(self._store)
             return known
         except dist.DistError as error:
-            # recovery: none; with its store the run is gone
+            # No recovery is possible: the run is lost with its store.
             return Failure(
                 self._sync.rank,
                 f"the process that holds the run's store (a launcher, node 0) is gone: {error}",
             )
 
     def _end(self, failure: Failure) -> None:
-        """End this process: it is stuck."""
+        """End this process, which is stuck."""
         if self._stopped.is_set():
             return
         try:

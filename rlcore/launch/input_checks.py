@@ -1,6 +1,6 @@
-"""Checks what a run needs before it starts: its algorithms, functions, model and files.
+"""Checks the needs of a run before it starts: its algorithms, functions, model and files.
 
-Nothing here asks anything of torch, so that `rlcore validate` need not load it. Errors speak of
+Without a GPU driver nothing here uses torch, so `rlcore validate` need not load it. Errors name
 configuration keys: `algorithm.estimator.lamda (site.yaml:12): ...`.
 """
 
@@ -60,7 +60,7 @@ from rollout.plugins import unknown
 from rollout.rewards.worker import signature_problem
 from rollout.workflows.registry import WORKFLOWS, check_options
 
-# there where a GPU can be used
+# Exists if a GPU can be used.
 GPU_DRIVER = Path("/dev/nvidiactl")
 WORKFLOW_CALL = "__call__(self, prompt, draw, generate)"
 WORKFLOW_ROLLOUT = "rollout(self, prompt, draw, index, generate)"
@@ -77,11 +77,11 @@ MADE_HERE = (
 
 
 def check_input(config: Config, world_size: int, *, resume: bool, overwrite: bool) -> None:
-    """Check the user's input; the launcher and every rank do so before anything else.
+    """Check the user's input. The launcher and every rank call this first.
 
     Raises:
-        UserError: the model cannot be converted or laid out like this, a file or a checkpoint is
-            missing, or the run exists already.
+        UserError: the model cannot be converted or laid out as configured, a file or a checkpoint
+            is missing, or the run exists already.
     """
     check_folders(config, world_size)
     check_run_name(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
@@ -95,7 +95,7 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
             depend on the device are left out.
 
     Raises:
-        UserError: names the key, the folder or the file.
+        UserError: a check failed; the message names the key, the folder or the file.
     """
     unread = () if generates(config) else ("evaluation", "reward", "rollout")
     check_paths(config, unread=unread)
@@ -114,7 +114,7 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
 
 
 def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
-    """Check that the model can be converted, and that the layout and the rest of `policy` fit it.
+    """Check that the model can be converted, and that layout and `policy` settings fit it.
 
     Args:
         here: the run will be on this machine. If not, and this machine has no GPU, checks that
@@ -132,20 +132,20 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
 
 
 def _device(here: bool) -> str | None:
-    # asking torch would load it
+    # Without a driver, torch need not be loaded to know the answer.
     if GPU_DRIVER.exists() and torch.cuda.is_available():
         return "cuda"
     return "cpu" if here else None
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
-    """Build and import all that the configuration names.
+    """Build and import all plugins that the configuration names.
 
     Returns:
-        Notes on what has no effect, one line each.
+        One line for each setting without an effect.
 
     Raises:
-        ConfigError: one line a problem.
+        ConfigError: settings are wrong; one line for each.
     """
     if loaded.config.cluster.tls is not None:
         check_files(loaded.config.cluster.tls)
@@ -184,7 +184,7 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
         without_teacher = set(ESTIMATOR_OPTIONAL) - {"teacher_logprobs"}
         estimator.check_available(ESTIMATOR_OPTIONAL if config.teacher.path else without_teacher)
     except (ValueError, TypeError) as error:
-        # also what the constructor thinks of its values
+        # The constructor may reject its values, too.
         return [Problem(path, str(error))]
     if "reward_parts" in estimator.needs:
         problems += sum_ignored(config)
@@ -230,7 +230,7 @@ def _curriculum_problems(config: Config) -> list[Problem]:
 
 
 def _engine_problems(config: Config, notes: list[Problem]) -> list[Problem]:
-    """What is wrong with an engine of another package, and with what is asked of it."""
+    """Return the errors of a plugin engine and of its settings."""
     path = "rollout.engine.kind"
     name = config.rollout.engine.kind
     if not generates(config) or not is_import_path(name):
@@ -267,7 +267,7 @@ def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword
 
 def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[str, Keyword]) -> str:
     own = [key for key in type(section).model_fields if key != "name"]
-    # by other keys
+    # Other keys set these keywords.
     given = {*COEFFICIENTS, PART_WEIGHTS}
     settable = [keyword for keyword in keywords.values() if keyword.name not in given]
     near = difflib.get_close_matches(
@@ -313,9 +313,7 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
             problems.append(Problem(path, str(error)))
             continue
         if not callable(found):
-            problems.append(
-                Problem(path, f"{target} is {found!r}, expected something that can be called")
-            )
+            problems.append(Problem(path, f"{target} is {found!r}, expected a callable"))
             continue
         part = functions.get(path)
         if part is not None:
@@ -328,21 +326,21 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
 
 
 def _workflow_problems(config: Config) -> list[Problem]:
-    """What is wrong with the user's parts of a workflow of ours: the class of an environment."""
+    """Return the errors of the user's parts of our workflows: the class of an environment."""
     section = config.rollout.workflow
     if section.name not in WORKFLOWS or not generates(config):
         return []
     try:
         check_options(section.name, section.options)
     except ConfigError as error:
-        # it begins with the key, as a problem does
+        # The message begins with the key, as `Problem` wants it.
         path, _, message = str(error).partition(": ")
         return [Problem(path, message)]
     return []
 
 
 def _call_problem(found: Callable[..., Any], workflow: WorkflowConfig | None) -> str | None:
-    """Why a workflow cannot be built with its context, or a filter called with a group."""
+    """Return why a workflow cannot be built, or a filter cannot be called with a group."""
     name = getattr(found, "__name__", type(found).__name__)
     options = {} if workflow is None else workflow.options
     given = ", ".join([*(["context"] if workflow else ["group"]), *(f"{key}=" for key in options)])
@@ -362,7 +360,7 @@ def _call_problem(found: Callable[..., Any], workflow: WorkflowConfig | None) ->
         try:
             signature = inspect.signature(target)
         except (TypeError, ValueError):
-            # some functions of C have none
+            # Some functions written in C have no signature.
             continue
         try:
             signature.bind(*[None] * count, **named)

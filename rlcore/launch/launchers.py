@@ -14,7 +14,7 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
     """Run `rlcore train`; return 0 for completed and early_stopped, 130 for interrupted.
 
     Args:
-        arguments: the command line after `rlcore`, with which the ranks of a local run are started.
+        arguments: the command line after `rlcore`, passed on to the ranks of a local run.
     """
     config = loaded.config
     if (
@@ -45,7 +45,7 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
 
 
 def need_ray() -> None:
-    """Raise UserError where Ray is not installed."""
+    """Raise UserError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "Ray is not installed here: `pip install 'rlcore[ray]'`, or use cluster.launcher local"

@@ -3,7 +3,7 @@
 The first process that dies or falls silent ends the run. The others are notified, and leave or are
 ended within a deadline. The user sees the rank that failed and the last lines of its log.
 
-torch's elastic agent is no replacement (tried): it knows no hangs, ends all ranks as soon as one
+torch's elastic agent cannot replace this module: it detects no hangs, ends all ranks as soon as one
 has failed, kills a rank 30 s after SIGTERM although a step and a checkpoint take longer, and takes
 exit code 130 for a failure.
 """
@@ -51,7 +51,7 @@ POLL_S = 0.1
 def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> int:
     """Run `python -m rlcore ARGUMENTS` for every rank, and return the exit code of the run.
 
-    The ranks take `loaded` as it is, and check nothing of it again.
+    The ranks use `loaded` without checking it again.
 
     Raises:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
@@ -59,7 +59,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> int:
     with FolderStore.made() as store:
         (store.folder / RESOLVED).write_text(loaded.to_json())
         ranks = _LocalRanks(loaded.config, store)
-        # Signals are handled until all ranks have ended, so that a second one leaves no process
+        # Signals are handled until all ranks have ended, so a second signal leaves no process
         # behind.
         with handling_stop_signals(ranks.pass_on):
             try:
@@ -86,31 +86,31 @@ class _LocalRanks:
         self._monitor = HeartbeatMonitor(self.store, range(self.count), config.cluster)
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
-        # the newest signal that was passed on
+        # The newest signal that was passed on.
         self._signal = 0
 
     def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
             worker = _start(rank, self.count, self._shared.folder, self.config, arguments)
             self.workers.append(worker)
-            # which came before this rank was started
+            # The signal came before this rank was started.
             if self._signal:
                 worker.send_signal(self._signal)
 
     def pass_on(self, number: int, _frame: object) -> None:
-        """Send a signal on to every worker; `wait` goes on until they have ended."""
+        """Pass a signal on to every worker; `wait` still waits until they have ended."""
         self._signal = number
         for worker in self.workers:
             if worker.poll() is None:
                 worker.send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Wait until all ranks have ended; return a failure, which ends the run, at once."""
+        """Wait until all ranks have ended, or return a failure, which ends the run, at once."""
         while True:
             codes = [worker.poll() for worker in self.workers]
             failure = read_failure(self.store) or self._died(codes) or self._fell_silent(codes)
             if failure is not None:
-                # for the other ranks
+                # This notifies the other ranks.
                 post_failure(self.store, failure)
                 return failure
             if None not in codes:
@@ -118,9 +118,9 @@ class _LocalRanks:
             time.sleep(POLL_S)
 
     def wait_for_peers(self, failure: Failure) -> None:
-        """Give the ranks, which know of the failure, time to close what is open and leave.
+        """Give the ranks, which know of the failure, time to clean up and leave.
 
-        A rank that hangs is killed, after it has written its stacks.
+        A hanging rank writes its stacks and is killed.
         """
         culprit = self.workers[failure.rank]
         deadline = time.monotonic() + NOTICE_S + LEAVE_S
@@ -139,7 +139,7 @@ class _LocalRanks:
         """Return the exit code if rank 0, which has the terminal, has printed the reason.
 
         Raises:
-            RunFailed: rank 0 has not.
+            RunFailed: rank 0 has not printed the reason.
         """
         code_of_rank0 = self.codes[0]
         if code_of_rank0 in (BAD_INPUT, INTERRUPTED):
@@ -149,7 +149,7 @@ class _LocalRanks:
             and self.codes[failure.rank] == -self._signal
             and not was_opened(self.store)
         ):
-            # a rank that does not handle signals yet dies of them
+            # A rank that does not handle signals yet was killed by the user's signal.
             return INTERRUPTED
         if was_opened(self.store):
             conclude_unless_written(self.config, "failed", str(failure), earlier=self._earlier)
@@ -159,7 +159,7 @@ class _LocalRanks:
         raise RunFailed(describe_failure(failure, self.config.run, lines=self.lines))
 
     def end(self) -> None:
-        """End the ranks that still run, by SIGTERM and then SIGKILL."""
+        """End the remaining ranks by SIGTERM and then SIGKILL."""
         for worker in self.workers:
             if worker.poll() is None:
                 worker.terminate()
@@ -172,7 +172,7 @@ class _LocalRanks:
                 worker.wait(timeout=END_RANK_S)
 
     def _died(self, codes: Sequence[int | None]) -> Failure | None:
-        """The failure of a rank that was killed, or that ended without posting its error."""
+        """Return the failure of a rank that was killed, or that ended without posting its error."""
         for rank, code in enumerate(codes):
             if code is not None and code < 0:
                 return Failure(rank, f"it was killed by {signal.Signals(-code).name}")
@@ -186,9 +186,9 @@ class _LocalRanks:
         return failure if failure is not None and codes[failure.rank] is None else None
 
     def _dump_stacks(self, rank: int) -> None:
-        """Let a silent process write the stack of every thread.
+        """Make a silent process write the stack of every thread.
 
-        Its fault handler does so even where the interpreter is stuck.
+        Its fault handler works even if the interpreter is stuck.
         """
         if rank_log_path(log_folder(self.config.run), rank).exists():
             self.workers[rank].send_signal(signal.SIGUSR1)
@@ -209,7 +209,7 @@ def _start(
         THREADS: str(threads),
         INTERFACE: os.environ.get(INTERFACE, loopback_interface()),
     }
-    # A session of its own: only this process gets a Ctrl-C, and passes it on once.
+    # In its own session a rank gets no Ctrl-C from the terminal; this process passes it on once.
     return subprocess.Popen(
         [sys.executable, "-m", "rlcore", *mask_arguments(arguments)],
         env=os.environ | ours,

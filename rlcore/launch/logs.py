@@ -26,9 +26,9 @@ OURS = ("rlcore", "backends", "rollout")
 EARLY_RECORDS = 10_000
 LAST_LINES = 15
 LAST_LINES_OF_A_STACK = 40
-# Their INFO lists every parameter, and would fill the last lines of a log.
+# These packages list every parameter at INFO, which would fill the last lines of a log.
 CHATTY = ("megatron",)
-# faulthandler writes to the descriptor even while the interpreter ends.
+# faulthandler writes to these files even while the interpreter ends.
 _kept_open: list[TextIO] = []
 
 
@@ -45,7 +45,7 @@ class RankLog:
     def open(self, folder: Path) -> None:
         """Write to `folder`/rank_N.log from now on, beginning with the buffered records.
 
-        The whole output of the ranks above 0 goes there too.
+        All output of the ranks above 0 goes there, too.
         """
         self._file = open_log(rank_log_path(folder, self.rank))
         self._early.setTarget(self._file)
@@ -56,14 +56,14 @@ class RankLog:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        # so that the output of native code goes there, too
+        # Redirect the descriptors, so that native code writes to the log, too.
         for descriptor in (1, 2):
             os.dup2(self._file.stream.fileno(), descriptor)
 
     def log_error(self, error: BaseException) -> None:
         """End the file with the error that ended this rank.
 
-        Above rank 0 Python itself writes the traceback there.
+        On ranks above 0 Python itself writes the traceback there.
         """
         if isinstance(error, RlcoreError):
             self._write(str(error))
@@ -72,12 +72,12 @@ class RankLog:
 
     def dump_stacks(self, failure: Failure) -> None:
         """Write every thread's stack, before a rank that does not leave is ended."""
-        self._write(f"{failure}; this rank does not leave by itself and is ended, where it stands:")
+        self._write(f"{failure}; this rank does not leave by itself and is ended here:")
         if self._file is not None:
             faulthandler.dump_traceback(self._file.stream)
 
     def _write(self, text: str, error: BaseException | None = None) -> None:
-        """Write to the file alone: another process reports to the terminal."""
+        """Write only to the file, since another process reports to the terminal."""
         trace = None if error is None else (type(error), error, error.__traceback__)
         if self._file is not None:
             self._file.handle(
@@ -104,7 +104,7 @@ def open_log(path: Path) -> logging.StreamHandler[TextIO]:
 
 
 class LineStream(io.TextIOBase):
-    """A text stream that gives every complete line to `send`, as another process prints it."""
+    """A text stream that passes every complete line to `send`, for another process to print."""
 
     encoding = "utf-8"
 
@@ -124,7 +124,7 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Keep an incomplete line: other processes print too."""
+        """Do nothing: an incomplete line would mix with those of other processes."""
 
 
 class MaskingFormatter(logging.Formatter):
@@ -139,11 +139,11 @@ class Terminal(logging.Handler):
     """Prints our warnings on the current `sys.stderr`, which a progress display may replace."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep warnings of our own packages."""
+        """Select warnings of our own packages."""
         return record.levelno >= logging.WARNING and record.name.partition(".")[0] in OURS
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the level and the message; a terminal that has gone does not end the run."""
+        """Print the level and the message; a lost terminal does not end the run."""
         message = printable(mask_text(record.getMessage()))
         with suppress(OSError):
             print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
@@ -159,7 +159,7 @@ def rank_log(rank: int) -> Iterator[RankLog]:
     root.setLevel(logging.INFO)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Megatron warns of every optional package that is missing.
+    # Megatron warns about every optional package that is missing.
     logging.captureWarnings(True)
     for handler in handlers:
         root.addHandler(handler)
@@ -177,19 +177,19 @@ def rank_log(rank: int) -> Iterator[RankLog]:
 
 
 def rank_log_path(folder: Path, rank: int) -> Path:
-    """The log file of a rank."""
+    """Return the path of a rank's log."""
     return folder / f"rank_{rank}.log"
 
 
 def log_folder(run: RunConfig) -> Path:
-    """The folder of a run's logs."""
+    """Return the folder of a run's logs."""
     return Path(run.dir) / run.name / "logs"
 
 
 def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
-    """Describe what ended a run, how to continue it, and the last lines of the rank's log."""
+    """Describe why a run ended and how to continue it, with the last lines of the rank's log."""
     path = rank_log_path(log_folder(run), failure.rank)
-    # of an evaluation's ranks, which print, or of a rank that just began
+    # The ranks of an evaluation print instead, and a new rank has not opened its log.
     if not path.exists():
         return f"trainer {failure}"
     head = f"trainer {failure}"

@@ -50,31 +50,31 @@ from rollout.weight_sync.process_group import SHARED_GPU, SHARED_SINCE, ranks_sh
 
 logger = logging.getLogger(__name__)
 
-# Libraries read these when they are first used on a GPU, so they are set before that.
+# Libraries read these variables at their first use of a GPU.
 DETERMINISTIC_LIBRARIES = {
-    # without it cuBLAS refuses
+    # Without it cuBLAS raises an error.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Else NCCL chooses by measured times, and sums in another order.
+    # By default NCCL chooses the algorithm, and so the order of sums, by measured times.
     "NCCL_ALGO": "Ring",
-    # Transformer Engine's attention
+    # Read by Transformer Engine's attention.
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 
 
-# Of the choice of threads: what several must save, how often each is tried, the widest layer and
-# the work that are tried.
+# The choice of threads: the time ratio that several must beat, how often each is tried, the widest
+# layer and the work of a measurement.
 WORTHWHILE = 0.8
 THREAD_TRIALS = 7
 MAX_PROBED = 1024
 PROBE_FLOPS = 100_000_000
 
-# Gloo groups that may hold all ranks: the default one, and a replica's; NCCL has sockets too.
+# Gloo groups that may hold all ranks: the default group and a replica's. NCCL has sockets, too.
 GROUPS_OF_ALL_RANKS = 2
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process's rank, its device, and its connections to the other ranks."""
+    """This process's rank, device and connections to the other ranks."""
 
     rank: int
     world_size: int
@@ -82,16 +82,16 @@ class Process:
     device: torch.device
     sync: RankSync
     log: RankLog
-    # called where the main thread cannot report the failure any more
+    # Called if the main thread cannot report the failure any more.
     on_failure: list[Callable[[Failure], None]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
     attempt: Attempt = FIRST
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Report an error in here to the other ranks at once.
+        """Report an error inside the block to the other ranks at once.
 
-        An error that a peer's failure has caused becomes `PeerFailed`.
+        An error caused by a peer's failure becomes `PeerFailed`.
         """
         try:
             yield
@@ -106,9 +106,9 @@ class Process:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Choose this rank's GPU, or the CPU where there is none.
+    """Choose this rank's GPU, or the CPU if there is no GPU.
 
-    Raises ConfigError if the machine has more ranks than GPUs, and they may not share them.
+    Raises ConfigError if the machine has more ranks than GPUs, and ranks may not share a GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -128,7 +128,7 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
     """Join the trainer's other ranks while open; a run of one process needs no environment.
 
     Args:
-        has_steps: a first SIGTERM or Ctrl-C lets the step at hand end; else it interrupts.
+        has_steps: the first SIGTERM or Ctrl-C waits for the end of the step; else it interrupts.
     """
     hide_secrets(config.model_dump())
     with rank_log(int(os.environ["RANK"]) if is_rank() else 0) as log:
@@ -146,7 +146,7 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
 
 
 def set_up_torch(config: Config) -> None:
-    """Set torch's threads, libraries and random numbers as the run's processes have them."""
+    """Set torch's threads, libraries and random seed as in all processes of the run."""
     run = config.run
     threads = run.threads or threads_at_most()
     if threads is not None:
@@ -158,17 +158,17 @@ def set_up_torch(config: Config) -> None:
         for name, value in DETERMINISTIC_LIBRARIES.items():
             os.environ.setdefault(name, value)
         torch.backends.cudnn.benchmark = False
-        # An operation without a deterministic kernel (a sum in a metric, say) only warns.
+        # An operation without a deterministic kernel, as a sum in a metric, only warns.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_rng(run.seed)
 
 
 def choose_threads(config: Config) -> None:
-    """Compute with one thread on the CPU where several are no faster, as measured now.
+    """Compute with one thread on the CPU if several are not faster, by a measurement.
 
-    A small model's operations end before other threads have woken, and on a machine that others use
-    each waits for the slowest. A deterministic run keeps its share of the cores, since sums depend
-    on their number.
+    A small model's operations end before other threads have woken, and on a busy machine each
+    operation waits for the slowest thread. A deterministic run keeps its share of the cores, since
+    sums depend on the number of threads.
     """
     several = torch.get_num_threads()
     if several == 1 or config.run.deterministic or torch.cuda.is_available():
@@ -190,7 +190,7 @@ def choose_threads(config: Config) -> None:
 
 
 def _seconds_of_a_layer(hidden: int) -> float:
-    """Measure an MLP of `hidden`, on as many tokens as take some milliseconds, forth and back."""
+    """Time forward and backward of an MLP of width `hidden`, on tokens for some milliseconds."""
     tokens = max(64, min(2048, PROBE_FLOPS // (48 * hidden**2)))
     x = torch.ones(tokens, hidden)
     up = torch.ones(hidden, 4 * hidden, requires_grad=True)
@@ -200,19 +200,19 @@ def _seconds_of_a_layer(hidden: int) -> float:
 
 
 def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
-    """The variables of a trainer's process on CUDA, read when its context is made.
+    """Return the variables that CUDA reads when a trainer process makes its context.
 
-    The user's own settings of them stay.
+    Variables that the user has set keep their values.
     """
     found: dict[str, str] = {}
     if config.policy.parallel.tensor > 1:
-        # Megatron overlaps communication and matmuls by the order in which they were launched.
+        # Megatron relies on the order of launches to overlap communication and matmuls.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     engine = config.rollout.engine
     kind = KINDS.get(engine.kind)
     if kind is not None and kind.sets_cumem and in_weight_group(engine):
-        # Between GPUs of one machine NCCL hands memory over by handles of the kind that this
-        # chooses. SGLang sets it, to this; with another kind the trainer cannot open its handles.
+        # This chooses the kind of handle by which NCCL shares memory between GPUs of a machine.
+        # SGLang sets the same value; the trainer could not open handles of another kind.
         symmetric = any(
             argument_name(name) == "enable_symm_mem" and value
             for name, value in engine.server.items()
@@ -223,13 +223,13 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
     if "PYTORCH_ALLOC_CONF" in os.environ:
         return found
     settings = []
-    # Packs differ in size, and fragment fixed segments. Engines on the same GPU cannot open handles
-    # of expandable ones.
+    # Packs differ in size, and would fragment fixed segments. Engines on the same GPU cannot open
+    # handles of expandable segments.
     if not engine.colocated and engine.transport != "tensor":
         settings.append("expandable_segments:True")
-    # Eight threads touch the pages of pinned host memory, which else takes 0.4 s a GiB.
+    # Pre-fault pinned memory with eight threads; one thread needs 0.4 s per GiB.
     settings += ["pinned_use_cuda_host_register:True", "pinned_num_register_threads:8"]
-    # Else pinned host memory is rounded up to a power of two.
+    # By default the size of pinned host memory is rounded up to a power of two.
     if [int(part) for part in torch_version.split(".")[:2]] >= [2, 13]:
         settings.append("pinned_max_round_threshold_mb:1")
     found["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
@@ -254,7 +254,7 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
                 f"rlcore: {describe_failure(failure, config.run)}", file=sys.stderr, flush=True
             )
         )
-    # A connection of its own: one that the main thread waits on would delay the beats.
+    # The beats get their own connection, as they would wait for the main thread on a shared one.
     beats = store.clone()  # type: ignore[union-attr]  # torch's type stub lacks it
     heartbeat = Heartbeat(beats, sync, HeartbeatMonitor(beats, peers, cluster), on_failure)
     process = Process(
@@ -264,10 +264,10 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
         with process.reporting_errors(), _signals(sync, has_steps):
             yield process
     except BaseException as error:
-        # `reporting_errors` does not see an interrupt
+        # `reporting_errors` handles no interrupts.
         sync.fail(error)
         heartbeat.stop(clean=False)
-        # The process group is not destroyed: that would wait for peers stuck in a collective.
+        # Destroying the process group would wait for peers that are stuck in a collective.
         raise
     heartbeat.stop(clean=True)
     if dist.is_initialized():
@@ -278,17 +278,17 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
     """Join the default process group.
 
     Returns:
-        What this rank shares with the others, and the attempt that it has joined.
+        The state that this rank shares with the others, and the attempt that it has joined.
 
     Raises:
         PeerFailed: another rank was lost meanwhile.
-        RunFailed: the other ranks cannot be reached, or do not come.
+        RunFailed: the other ranks cannot be reached, or do not join.
     """
     folder = os.environ.get(STORE_FOLDER)
     where = folder or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if orphaned():
         raise RunFailed(
-            f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks"
+            f"rank {os.environ['RANK']} has lost its supervisor before it joined the other ranks"
         )
     start_s = cluster.start_timeout_s
     sync: RankSync | None = None
@@ -312,23 +312,23 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
                 world_size=world_size,
                 timeout=timeout,
             )
-    # torch's DistError is one, and gloo raises others where a peer has gone
+    # torch's DistError is a RuntimeError; gloo raises others if a peer is gone.
     except RuntimeError as error:
         cause = error if sync is None else sync.explain(error)
         if cause is not error:
             raise cause from error
         reason = str(error).splitlines()[0]
         raise RunFailed(
-            f"rank {os.environ['RANK']} cannot meet the other ranks at {where}: {reason}"
+            f"rank {os.environ['RANK']} cannot join the other ranks at {where}: {reason}"
         ) from error
     return sync, attempt
 
 
 def _store_of_groups(store: Store, prefix: str, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store in which torch's own process groups meet, and wait `timeout` for each other."""
+    """Return the store for the rendezvous of torch's process groups, with `timeout` for waits."""
     if isinstance(store, FolderStore):
         return dist.FileStore(str(store.under(prefix).folder / "groups"), world_size)
-    # Where gloo asks for many keys at once, it waits as long as the store does.
+    # A request of gloo for many keys waits for the store's timeout.
     store.set_timeout(timeout)
     return dist.PrefixStore(prefix, store)
 
@@ -336,7 +336,7 @@ def _store_of_groups(store: Store, prefix: str, world_size: int, timeout: timede
 def _translate_error(error: BaseException, process: Process) -> BaseException:
     """Explain a broken or late collective for which no peer has posted a reason.
 
-    Any other error stays as it is.
+    Other errors are returned unchanged.
     """
     text = str(error)
     if (
@@ -347,7 +347,7 @@ def _translate_error(error: BaseException, process: Process) -> BaseException:
         return error
     if "gloo" not in text.lower() and not isinstance(error, dist.DistError):
         return error
-    # gloo's message begins with a place in its source and ends with advice.
+    # gloo's message begins with a source location and ends with advice.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is typically")[0]
     if "timed out" in text.lower() or "timeout" in text.lower():
         return DeadlineExceeded(
@@ -355,7 +355,7 @@ def _translate_error(error: BaseException, process: Process) -> BaseException:
             f" cluster.collective_timeout_s: {reason}"
         )
     silent = [] if process.heartbeat is None else process.heartbeat.silent_ranks
-    gone = f"; not heard of any more: rank {', '.join(map(str, silent))}" if silent else ""
+    gone = f"; silent: rank {', '.join(map(str, silent))}" if silent else ""
     return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}{gone}")
 
 
@@ -366,7 +366,7 @@ STOPPING = b"rlcore: stopping after this step, which may take a while; a second 
 def _signals(sync: RankSync, has_steps: bool) -> Iterator[None]:
     """End the run after this step on SIGTERM or Ctrl-C; a second signal interrupts it at once.
 
-    Where there are no steps, the first one does.
+    Without steps the first signal interrupts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -381,7 +381,7 @@ def _signals(sync: RankSync, has_steps: bool) -> Iterator[None]:
             if not has_steps:
                 signal.default_int_handler(number, frame)
             sync.interrupt()
-            # `print` may not be entered twice, as a handler could
+            # A handler may run inside `print`, which is not reentrant.
             if first_on_node():
                 os.write(2, STOPPING)
         elif now - asked_at[number] > SAME_SIGNAL_S:

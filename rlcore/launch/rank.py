@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, is_checked: bool) -> int:
-    """Train as the rank that the environment names, or as the only one; return its exit code.
+    """Train as the rank that the environment names, or as the only rank; return its exit code.
 
     Args:
         is_checked: a launcher has checked the input for all ranks.
@@ -57,7 +57,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, is_checked: boo
                 process,
                 loaded,
                 resume=resume or resumes,
-                # the first attempt has done it
+                # The first attempt has overwritten the run.
                 overwrite=overwrite and not resumes,
                 is_checked=is_checked,
                 service=service,
@@ -65,7 +65,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, is_checked: boo
     except RunHasEnded as ended:
         return ended.code
     except PeerFailed as error:
-        # another process reports it
+        # Another process reports the failure.
         if rank != 0 or supervised():
             wait_for_reporter()
             return FAILED
@@ -85,7 +85,7 @@ def run_rank(
     """Build the parts of this rank, train, and end the run.
 
     Args:
-        service: the process of the rollout service; None: the service is in this process, if any.
+        service: the process of the rollout service; None: a service would run in this process.
     """
     with START.phase("input"):
         if not is_checked:
@@ -96,7 +96,7 @@ def run_rank(
     start_s = config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.reporting_errors():
-        # All input is checked before a run of the same name is touched.
+        # Check all input before touching a run of the same name.
         with START.phase("data"):
             handles = sync.run_on_rank0(
                 "reading the data",
@@ -146,7 +146,7 @@ def run_rank(
 
 
 def finish(trainer: Trainer, process: Process) -> Outcome:
-    """Train, export, and write the result of the run, also of one that fails."""
+    """Train, export, and write the result of the run, even if it fails."""
     config = trainer.config
     rank0 = trainer.rank0
     folder = Path(config.run.dir) / config.run.name / "hf"
@@ -161,7 +161,7 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
             if not isinstance(error, UserError):
                 try:
                     rank0.conclude(status, reason=in_one_line(error))
-                # A full disk or damaged metrics: the user must see the first error, not this one.
+                # A full disk or damaged metrics must not hide the first error.
                 except (OSError, DataError) as second:
                     logger.error("result.json could not be written: %s", second)
             rank0.tracker.close(status)
@@ -173,11 +173,11 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 
     def conclude() -> None:
         on_rank0(rank0).conclude(outcome.status)
-        # A rank that is restarted from here on has nothing to do.
+        # A rank that restarts after this has nothing to do.
         mark_ended(process.sync.store, exit_code(outcome.status))
 
     process.sync.run_on_rank0("the result of the run", conclude)
-    # The other ranks leave meanwhile: an upload can take longer than they would wait.
+    # The other ranks leave now, as an upload can take longer than they would wait.
     if rank0 is not None:
         if process.heartbeat is not None:
             process.heartbeat.ignore_peers()
@@ -190,7 +190,7 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 
 
 def _export_best(config: Config, rank0: RankZero) -> None:
-    """Write the best checkpoint as `hf_best/`. The run has ended well, whatever becomes of this."""
+    """Write the best checkpoint as `hf_best/`. An error here does not fail the run."""
     best = rank0.best
     if best is None:
         return

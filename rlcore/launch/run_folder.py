@@ -1,4 +1,4 @@
-"""Takes a run's folder, new or resumed, and writes the result of a run whose trainer cannot."""
+"""Opens a run's folder, new or resumed, and writes the result if the trainer cannot."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class OpenRun:
     resume_from: Checkpoint | None
 
     def version_journal(self) -> VersionJournal:
-        """The journal of published versions, continued from the checkpoint's."""
+        """Return the journal of published versions, continued from the checkpoint's."""
         known = self.resume_from.state if self.resume_from else {}
         return VersionJournal(self.directory.versions_path, newest=known.get("version") or 0)
 
     def end_with(self, error: BaseException) -> None:
-        """Free the run's name after bad input, else write a failed result if there is none yet."""
+        """Free the run's name after bad input; after other errors, write a missing result."""
         directory = self.directory
         if directory.has_ended:
             return
@@ -63,12 +63,12 @@ class OpenRun:
             try:
                 directory.discard()
             except OSError as second:
-                # it must not hide the first error
+                # A second error must not hide the first.
                 logger.warning("%s was not removed: %s", directory.path, second)
 
 
 def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
-    """Write the result of a run whose trainer cannot; an error here must not hide the first one."""
+    """Write the result of a run whose trainer cannot. Errors here must not hide the first error."""
     try:
         rows = read_metrics(directory.metrics_path)
         directory.write_result(status, rows[-1]["step"] if rows else 0, reason)
@@ -77,17 +77,17 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
 
 
 def result_mark(config: Config) -> ResultMark | None:
-    """Return the mark of the result of an earlier start of this run, if there is one."""
+    """Return a mark of the result of this run's earlier start, if there is a result."""
     return RunDirectory(Path(config.run.dir) / config.run.name).result_mark()
 
 
 def conclude_unless_written(
     config: Config, status: Status, reason: str, *, earlier: ResultMark | None
 ) -> None:
-    """Write a result unless rank 0 has written one, which it does unless it is killed.
+    """Write a result, unless rank 0 has done so; a killed rank 0 has not.
 
     Args:
-        earlier: the mark of the result that was there before the ranks were started.
+        earlier: the `result_mark` from before the ranks were started.
     """
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
     if directory.read_result(but=earlier) is None:
@@ -97,7 +97,7 @@ def conclude_unless_written(
 def open_run(
     loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool
 ) -> OpenRun:
-    """Take the run's folder and find its newest checkpoint; a refused resume changes nothing."""
+    """Open the run's folder and find its newest checkpoint; a rejected resume changes nothing."""
     config = loaded.config
     directory = RunDirectory.create(
         config.run.dir, config.run.name, resume=resume, overwrite=overwrite
@@ -109,14 +109,14 @@ def open_run(
     stack.push(lambda _, error, __: run.end_with(error) if error is not None else None)
     if found is not None:
         check_unfinished(config, found, steps, directory.read_result() or {})
-    # A resumed run keeps its configuration until nothing can be refused any more.
+    # A resumed run keeps its configuration file until all checks have passed.
     if found is None:
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return run
 
 
 def describe_run(run: Path) -> Iterator[str]:
-    """Yield what `rlcore status RUN` prints: how far a run is, and its engines.
+    """Yield the output of `rlcore status RUN`: the run's progress and its engines.
 
     Raises:
         UserError: there is no such run.
@@ -129,7 +129,7 @@ def describe_run(run: Path) -> Iterator[str]:
     result = directory.read_result()
     holder = lock_holder(run)
     if holder is not None:
-        state = f"goes on ({holder})"
+        state = f"is running ({holder})"
     elif result is not None:
         state = f"has ended: {result.get('status')}"
     else:
@@ -140,41 +140,41 @@ def describe_run(run: Path) -> Iterator[str]:
 
 
 def engine_lines(run: Path) -> Iterator[str]:
-    """Yield a line of `rlcore status` for each engine of a run that has started."""
+    """Yield a line for each engine of a run that has started."""
     path = RunDirectory(run).engines_path
     for row in orjson.loads(path.read_bytes()) if path.is_file() else []:
-        place = f" at {row['url']}" if row["url"] else ""
+        address = f" at {row['url']}" if row["url"] else ""
         yield (
-            f"{row['engine']}{place}: {row['state']}, version {row['version']},"
+            f"{row['engine']}{address}: {row['state']}, version {row['version']},"
             f" {row['requests']} requests, {row['restarts']} restarts"
         )
 
 
 def record_timeline(config: Config, process: str) -> Callable[[], None]:
-    """Record what this process does, in the run's folder. Returns what ends that."""
+    """Record this process's timeline in the run's folder. Returns the function that stops it."""
     folder = RunDirectory(Path(config.run.dir) / config.run.name).timeline
     RECORDER.open(folder, process, limit_bytes=config.tracking.timeline_mb << 20)
     return RECORDER.close
 
 
 def mark_opened(store: Store) -> None:
-    """Tell the launcher that the ranks have taken the folder: a result may be written there."""
+    """Notify the launcher that the ranks have opened the folder, so it may write a result there."""
     store.set(_OPENED, "")
 
 
 def was_opened(store: Store) -> bool:
-    """Whether `mark_opened` was called."""
+    """Return whether `mark_opened` was called."""
     return store.check([_OPENED])
 
 
 def check_unfinished(
     config: Config, found: Checkpoint, steps: int, result: Mapping[str, Any]
 ) -> None:
-    """Refuse to resume a run that has nothing left to do.
+    """Raise UserError for a resumed run that has nothing left to do.
 
     Args:
         result: the content of result.json. A run that was killed after its last checkpoint has no
-            result, and may be resumed to end properly.
+            result, and may be resumed to write one.
 
     Raises:
         UserError: the run has trained all its steps, or stopped early and would do so again.
@@ -187,23 +187,23 @@ def check_unfinished(
     if found.step >= steps:
         raise UserError(
             f"run {name!r} is complete at step {found.step} of {steps}: "
-            "nothing is left to train; raise training.steps to go on"
+            "nothing is left to train; raise training.steps to continue"
         )
     if stopping is not None and stopping.trips(kl):
         raise UserError(
             f"run {name!r} stopped early at step {found.step} of {steps}: objective/kl {kl:.6g} is"
             f" above training.target_kl {stopping.target_kl:g}; raise it, or set"
-            " training.early_stopping=false, to go on"
+            " training.early_stopping=false, to continue"
         )
 
 
 def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
     """Find the folder of shards of a run (its newest checkpoint), a checkpoint, or shards.
 
-    `RUN@10` is the checkpoint of step 10 of a run, `RUN@best` the one that `checkpoint.best` kept.
+    `RUN@10` is a run's checkpoint of step 10, `RUN@best` the one that `checkpoint.best` kept.
 
     Raises:
-        UserError: there is none; the message begins with `key`.
+        UserError: there is no such checkpoint; the message begins with `key`.
     """
     run, which = split_reference(path)
     if which:
@@ -233,7 +233,7 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
 
 
 def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
-    """Resolve `policy.checkpoint` to its folder of shards, which config.yaml then holds.
+    """Resolve `policy.checkpoint` to its folder of shards, for config.yaml.
 
     A resumed run keeps the folder that it started from, even if the run that `policy.checkpoint`
     names has newer checkpoints by now.

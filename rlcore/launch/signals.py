@@ -1,4 +1,4 @@
-"""How a process ends: the signals that ask it to, and the time that it has."""
+"""How a process ends: signals and the deadline after them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], object]) ->
 
 
 def leave_in_time(code: int) -> None:
-    """Have this process end with `code` after EXIT_S, should it not have ended by itself.
+    """End this process with `code` after EXIT_S, unless it has ended by itself.
 
-    Python waits without limit for threads that are no daemons, and for children of
-    `multiprocessing`; an environment may have left some behind. These children are killed.
+    Python waits without limit for threads that are not daemons and for children of
+    `multiprocessing`, which an environment may have left behind. These children are killed.
     """
     threading.Thread(target=_leave, args=(code,), name="leaving", daemon=True).start()
 
 
 def _leave(code: int) -> None:
     time.sleep(EXIT_S)
-    # no import here: it would wait for a lock that whoever hangs may hold
+    # An import could wait for a lock that a hanging thread holds.
     multiprocessing = sys.modules.get("multiprocessing")
     children = [] if multiprocessing is None else multiprocessing.active_children()
     left = [f"process {child.pid} ({child.name})" for child in children]

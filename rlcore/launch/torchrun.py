@@ -1,7 +1,7 @@
-"""torchrun, whose store listens on `--master-addr` alone: `python -m rlcore.launch.torchrun ...`.
+"""torchrun whose store listens only on `--master-addr`: `python -m rlcore.launch.torchrun ...`.
 
-torch's own store listens on every interface, and asks for no key. Only the agent of node 0 has one,
-and only where the nodes are numbered by hand (`--node-rank`).
+torch's own store listens on every interface and needs no key. Only the agent of node 0 has a store,
+and only if the nodes are numbered by hand (`--node-rank`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def store_of_agents(
 
 
 def reaches_us(host: str) -> bool:
-    """Whether other nodes may find us where `host` stands for here, which is said if they do not.
+    """Return whether other nodes reach the address that `host` has here; print a warning if not.
 
-    Some systems give the name of the machine an address of the loopback interface.
+    Some systems resolve the machine's own name to an address of the loopback interface.
     """
     address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     if not ipaddress.ip_address(address).is_loopback or host in (address, "localhost"):

@@ -1,12 +1,12 @@
-"""Attempts: the ranks agree which start this is, where torchrun restarts them (`--max-restarts`).
+"""Attempts: the ranks that torchrun restarts (`--max-restarts`) agree which start this is.
 
-torchrun counts restarts per node, and a replaced node counts from 0, so its count is no use. Rank 0
-announces an attempt in the launcher's store, which outlives the ranks. Each other rank registers
-there for the newest attempt, and rank 0 begins it when all have registered.
+torchrun counts restarts per node, and a replaced node counts from 0, so its count is useless.
+Rank 0 announces an attempt in the launcher's store, which outlives the ranks. Each other rank
+registers there for the newest attempt, and rank 0 begins it when all have registered.
 
 A rank thus joins an attempt only while its rank 0 is alive. If rank 0 died first, the attempt never
 begins, and the ranks that wait for it move on to the next. An attempt that has begun takes no
-replacement for a rank that died. A rank that is restarted after the end of the run finds the run's
+replacement for a dead rank. A rank that is restarted after the end of the run finds the run's
 exit code in the store.
 """
 
@@ -47,7 +47,7 @@ FIRST = Attempt(0, False)
 
 
 class RunHasEnded(Exception):
-    """The run has ended with exit code `code`: there is nothing to join."""
+    """The run has ended with exit code `code`, so there is nothing to join."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the run has ended with exit code {code}")
@@ -55,12 +55,12 @@ class RunHasEnded(Exception):
 
 
 def mark_ended(store: Store, code: int) -> None:
-    """Store the run's exit code; rank 0 does so once the result of the run is written."""
+    """Store the run's exit code; rank 0 calls this after writing the result of the run."""
     store.set(_ENDED, str(code))
 
 
 def has_ended(store: Store) -> bool:
-    """Whether `mark_ended` was called in this attempt's `store`."""
+    """Return whether `mark_ended` was called in this attempt's `store`."""
     return store.check([_ENDED])
 
 
@@ -68,7 +68,7 @@ def join_attempt(store: Store, rank: int, world_size: int, *, timeout_s: float) 
     """Join the newest attempt, which rank 0 announces and begins when all ranks have registered.
 
     Raises:
-        DeadlineExceeded: a rank did not come (cluster.start_timeout_s); names it.
+        DeadlineExceeded: a rank did not start within cluster.start_timeout_s; names the rank.
         RunHasEnded: the run is over.
     """
     return _announce(store, world_size, timeout_s) if rank == 0 else _follow(store, rank, timeout_s)

@@ -102,7 +102,7 @@ def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> N
         "rank 0 waited for its peers in a collective for longer than cluster.collective_timeout_s"
     )
     assert_failed(run, waited, within_s=COLLECTIVE_S + SOON_S)
-    assert "trainer rank 1 failed: it did not come to where the others waited for it" in run.said
+    assert "trainer rank 1 failed: it did not reach the point where the others waited" in run.said
     assert any("failing_plugins.py" in line and "in fail" in line for line in last_lines(run, 1))
 
 

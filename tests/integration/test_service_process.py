@@ -100,7 +100,7 @@ def test_a_service_that_dies_or_hangs_is_made_anew(
     assert struck
     assert not psutil.pid_exists(struck[0])
     assert_same(run, inside)
-    assert run.lines("the rollout service died: another process takes its place")
+    assert run.lines("the rollout service died: another process replaces it")
 
 
 def test_bad_input_that_the_service_finds_is_said_as_ever(workspace: Workspace) -> None:

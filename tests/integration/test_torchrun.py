@@ -64,7 +64,7 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
     assert time.monotonic() - killed < 30
     assert "rlcore: rank 0 lost a peer in a collective" in run.said
     assert run.result["status"] == "failed"
-    assert run.result["reason"].endswith("not heard of any more: rank 1")
+    assert run.result["reason"].endswith("silent: rank 1")
     assert run.processes() == []
 
 

@@ -35,7 +35,7 @@ def test_nothing_outlives_a_driver_that_is_killed(ray_runs: RayRuns) -> None:
     assert len(pids) > 4, "two ranks, the service, the engine's actor, and what they started"
     os.kill(driver.pid, signal.SIGKILL)
     assert not until_gone(pids | {driver.pid}, within_s=GONE_S)
-    assert command("status", "--address", ray_runs.address) == "no run goes on\n"
+    assert command("status", "--address", ray_runs.address) == "no run is running\n"
 
 
 def test_a_cluster_of_its_own_ends_with_a_driver_that_is_killed(ray_runs: RayRuns) -> None:
@@ -86,7 +86,7 @@ def test_a_runtime_environment_that_ray_does_not_take_is_bad_input(
 ) -> None:
     run = ray_runs.train("wrong_environment", *TWO_RANKS, f"cluster.ray.runtime_env={wrong}")
     assert run.code == 2
-    assert "cluster.ray.runtime_env: Ray does not take it: " in run.err
+    assert "cluster.ray.runtime_env: Ray rejects it: " in run.err
 
 
 def test_a_second_stop_ends_a_run_that_hangs(ray_runs: RayRuns) -> None:
@@ -108,7 +108,7 @@ def test_a_second_stop_ends_a_run_that_hangs(ray_runs: RayRuns) -> None:
             )
 
     run = ray_runs.train("hangs", *TWO_RANKS, LONG, acts=[(2, stop)])
-    assert "`rlcore stop` once more ends it at once" in said[0]
+    assert "a second `rlcore stop` ends it at once" in said[0]
     assert said[1] == "run hangs has ended: continue it with --resume\n"
     assert run.code == 130
     assert run.result["status"] == "interrupted"
@@ -131,7 +131,7 @@ def test_runs_share_a_cluster_but_no_name(ray_runs: RayRuns, tmp_path: Path) -> 
     assert (
         ended[0][1]
         .splitlines()[-1]
-        .startswith("rlcore: run 'first' goes on on this cluster already: end it with")
+        .startswith("rlcore: run 'first' is running on this cluster already: end it with")
     )
     assert balance(ray_runs.going("second").run, 3)["consumed"] == 12
     assert run.code == 130
@@ -198,7 +198,7 @@ def test_a_rank_0_that_is_lost_after_the_result_undoes_nothing(
     run = ray_runs.train(f"over_{status}", *TWO_RANKS, steps, acts=[(1, kill)])
     assert run.code == code, run.err
     assert run.lines(
-        "after the end of the run: an upload, or the last word to a tracker, may be missing"
+        "after the end of the run: an upload or a tracker's last record may be missing"
     )
     assert run.result["status"] == status
 

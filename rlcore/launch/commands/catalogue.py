@@ -23,8 +23,8 @@ from rlcore.algorithms.plugins import Keyword, constructor_keywords
 from rlcore.algorithms.registry import Plugin
 from rlcore.config.derived import COEFFICIENTS
 
-WIDTH = 120  # of the lines of `rlcore config --algorithms`
-_LABELS = 10  # columns of the labels in front of an entry's lines
+WIDTH = 120  # columns of the output of `rlcore config --algorithms`
+_LABELS = 10  # columns of the labels
 
 
 def list_metrics() -> Iterator[str]:
@@ -108,7 +108,7 @@ def _plugin_entry(
     try:
         plugin = find(name)
         keywords = constructor_keywords(plugin.factory, repr(name))
-    # of an installed package: the others can be listed all the same
+    # Only this plugin of an installed package is broken: list the others.
     except (AlgorithmError, ImportError) as error:
         yield from _entry(name, f"cannot be used: {error}", [])
         return
@@ -121,7 +121,7 @@ def _plugin_entry(
         ("source", plugin.source),
         ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}"),
     ]
-    # the first paragraph, on however many lines it stands
+    # The first paragraph may span several lines.
     summary = (plugin.factory.__doc__ or "").strip().partition("\n\n")[0]
     yield from _entry(name, " ".join(summary.split()), rows)
 
@@ -129,7 +129,7 @@ def _plugin_entry(
 def _fields(
     plugin: Plugin, keywords: Mapping[str, Keyword], build: Callable[..., Any]
 ) -> list[tuple[str, str]]:
-    """Return the fields that it needs of the batch, and those that it takes where present."""
+    """Return the batch fields that the plugin needs, and those that it uses if present."""
     try:
         built = build(plugin.name)
         coefficients = {
@@ -137,7 +137,7 @@ def _fields(
             for name in COEFFICIENTS
             if name in keywords
         }
-    # a keyword has no default, or the constructor refuses these values
+    # A keyword has no default, or the constructor rejects these values.
     except (ValueError, TypeError):
         return [("needs", "depends on its keywords")]
     needs = [", ".join(sorted(built.needs))]

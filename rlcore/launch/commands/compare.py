@@ -1,4 +1,4 @@
-"""`rlcore compare A B`: what differs between two runs, and the step where their metrics part."""
+"""`rlcore compare A B`: differences of two runs, and the step where their metrics diverge."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Rows = Mapping[int, Mapping[str, Any]]
 
 
 def compare_runs(a: Path, b: Path, *, tolerance: float) -> int:
-    """Print what differs between two runs, which may be running; return 0 if nothing does, else 1.
+    """Print the differences of two runs, which may be running; return 1 if there are any.
 
     Raises:
-        DataError: one of them is no run.
+        DataError: a folder is not a run.
     """
     runs = (RunDirectory(a), RunDirectory(b))
     for run in runs:
@@ -66,7 +66,7 @@ def _environment(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _different_settings(a: Path, b: Path) -> Pairs:
-    """Return the keys whose values differ, each value with the origin that stands behind it."""
+    """Return the keys whose values differ, each value followed by its origin."""
     values: list[dict[str, str]] = []
     shown: list[dict[str, str]] = []
     for run in (a, b):
@@ -93,7 +93,7 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
 
 
 def _divergence(a: Rows, b: Rows, tolerance: float) -> tuple[int, Pairs] | None:
-    """Return the first step at which metrics differ, with those that do, the farthest first."""
+    """Return the first step at which metrics differ, and these metrics, largest gap first."""
     for step in sorted(a.keys() & b.keys()):
         different = _different(a[step], b[step])
         gaps = {name: _gap(*pair) for name, pair in different.items() if not _is_time(name)}
@@ -110,7 +110,7 @@ def _is_time(name: str) -> bool:
 
 
 def _gap(a: Any, b: Any) -> float:
-    """Return the difference of two values by the larger of them; infinite if one is absent."""
+    """Return the difference relative to the larger value; infinite if a value is absent."""
     if ABSENT in (a, b):
         return math.inf
     if math.isnan(a) and math.isnan(b):
@@ -130,7 +130,7 @@ def _described_metrics(a: Rows, b: Rows, tolerance: float) -> Iterator[str]:
             yield f"metrics, {title}: the same in all {common} steps of both (times aside)"
             continue
         step, metrics = found
-        yield f"metrics, {title}: they part at step {step}, {len(metrics)} of them"
+        yield f"metrics, {title}: they diverge at step {step}, {len(metrics)} of them"
         shown = [*metrics.items()][:MAX_SHOWN]
         width = max(len(name) for name, _ in shown)
         for name, pair in shown:
@@ -140,7 +140,7 @@ def _described_metrics(a: Rows, b: Rows, tolerance: float) -> Iterator[str]:
 
 
 def _short(a: Any, b: Any) -> tuple[str, str]:
-    """Return both values as short as they can be distinguished."""
+    """Return both values with the fewest digits that distinguish them."""
     if isinstance(a, str) or isinstance(b, str):
         return str(a), str(b)
     short = (number(a), number(b))

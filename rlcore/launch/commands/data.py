@@ -1,4 +1,4 @@
-"""`rlcore data`: rows as the model will see them, what the reward says of them, and how long."""
+"""`rlcore data`: rows as the model sees them, their rewards and their lengths."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from rollout.rewards.scorer import build_scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKENS = 24  # of a prompt that are spelled
+_TOKENS = 24  # tokens of a prompt that are printed
 
 
 def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Iterator[str]:
     """Yield the report. Everything is read and tokenised as at the start of a run.
 
     Args:
-        rows: how many to print of the data, and of each evaluation set; of several files at least
-            one each.
-        ask_services: ask reward services and judges too.
+        rows: how many to print of the data and of each evaluation set, at least one per file.
+        ask_services: also call reward services and judges.
 
     Raises:
-        UserError: the data could not be trained on, as `rlcore train` would say.
+        UserError: `rlcore train` would reject the data.
     """
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     vocab_size = check_vocabulary(config.model.path, tokenizer)
@@ -106,7 +105,7 @@ def _row(prompts: PromptSet, row: int, tokenizer: PreTrainedTokenizerBase) -> It
 
 
 def _trained(answers: Answers, row: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the turns that supervised fine-tuning trains on, by their sequences."""
+    """Yield the turns that supervised fine-tuning trains on, sequence by sequence."""
     sequences = answers.of_row(row)
     for number, (tokens, turns) in enumerate(sequences, start=1):
         if len(sequences) > 1:
@@ -120,7 +119,7 @@ def _trained(answers: Answers, row: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 class _Rewards:
-    """The reports of what the reward says of answers to rows."""
+    """Scores answers to rows, and reports the rewards."""
 
     def __init__(
         self, config: Config, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, asks: bool
@@ -130,7 +129,7 @@ class _Rewards:
         self._left_out = [f"{name} ({why})" for name, why in self._audit.left_out.items()]
 
     def score(self, rows: Sequence[int], vocab_size: int) -> list[Scored]:
-        """Score the answers to `rows` and to those of the audit."""
+        """Score answers to `rows` and to the rows of the audit."""
         reward = self._audit.reward
         if not reward.parts:
             return []
@@ -153,7 +152,7 @@ class _Rewards:
         return asyncio.run(score())
 
     def of_row(self, scored: Sequence[Scored]) -> Iterator[str]:
-        """Yield what the reward says of the label of a row as the answer, and of a wrong one."""
+        """Yield the rewards of the row's label as an answer, and of a wrong answer."""
         if not self._audit.reward.parts:
             yield f"reward   not asked: {', '.join(self._left_out)}"
             return
@@ -162,7 +161,7 @@ class _Rewards:
         if not scored:
             yield "reward   has not answered in time (reward.timeout_s)"
         elif not right:
-            yield "reward   not tried: the label is no answer"
+            yield "reward   not tried: the label is not an answer"
         if not right:
             return
         for one in (*right, *wrong):
@@ -174,12 +173,12 @@ class _Rewards:
             yield f"         without {', '.join(self._left_out)}"
         if wrong and max(one.sample.reward for one in right) <= wrong[0].sample.reward:
             yield (
-                "! the reward finds the label no better than a wrong answer: see that"
+                "! the reward scores the label no higher than a wrong answer: check that"
                 " data.label_key names the answer, and reward.parts reads it"
             )
 
     def of_cheap_answers(self, scored: Sequence[Scored]) -> Iterator[str]:
-        """Yield which kinds of answer score, on how many of the audited rows."""
+        """Yield the kinds of answer that score, and on how many audited rows."""
         audited = set(self._audit.rows)
         tried = [one for one in scored if one.row in audited]
         if not tried:
@@ -199,7 +198,7 @@ class _Rewards:
 
 
 def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
-    """Yield a table of lengths by source, and which rows are left out."""
+    """Yield a table of lengths by source, and the rows that are left out."""
     sources = [str(example.extra.get(SOURCE, "-")) for example in prompts.all_examples]
     kept: dict[str, list[int]] = defaultdict(list)
     lengths = prompts.lengths if answers is None else answers.lengths
@@ -224,7 +223,7 @@ def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
 
 
 def _weights(config: Config, prompts: PromptSet) -> Iterator[str]:
-    """Yield how much of the draws each source has."""
+    """Yield the share of draws of each source."""
     found = shares(config, prompts)
     total = sum(share.weight for share in found)
     stream = prompt_stream(config, prompts)

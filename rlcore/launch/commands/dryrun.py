@@ -1,4 +1,4 @@
-"""`rlcore dryrun`: single ranks of a configuration at the real sizes, and the plan's numbers."""
+"""`rlcore dryrun`: runs single ranks at the real sizes, and compares them with the plan."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ def dry_run(
     skew: float = 1.0,
     gpu_memory: int,
 ) -> Iterator[str]:
-    """Yield lines on each rank, what it needs and does, and what `rlcore plan` says; and a verdict.
+    """Yield each rank's memory and operations next to the plan's numbers, then a verdict.
 
     Args:
-        world: trainer ranks, by default as configured.
-        ranks: those to run, by default one of the first, of a middle and of the last stage.
-        skew: how many times an even share of tokens the rank's experts get.
+        world: number of trainer ranks; default: as configured.
+        ranks: ranks to run; default: one of the first, of a middle and of the last stage.
+        skew: tokens of the rank's experts, as a multiple of an even share.
         gpu_memory: bytes of each GPU.
 
-    Raises UserError naming the option, ConfigError or ModelError naming the key, and RunFailed at
-    the end where a rank does not fit its GPU.
+    Raises:
+        UserError: an option is wrong.
+        ConfigError, ModelError: a configuration key is wrong.
+        RunFailed: at the end, if a rank does not fit its GPU.
     """
     world = world or world_size(config)
     arch, job = _checked(config, world)
@@ -65,7 +67,7 @@ def dry_run(
             in_flight.micro_batches, in_flight.tokens, job.length, job.trainable, job.siblings
         )
         with warnings.catch_warnings():
-            # of Megatron and torch, on advice for real ranks
+            # Megatron and torch give advice that concerns real ranks only.
             warnings.simplefilter("ignore")
             report = rehearse(
                 config,
@@ -110,7 +112,7 @@ def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
 def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]:
     of_a_stage = world // layout.pipeline
     if not given:
-        # of the last stage the last rank: of those that share a pack it has most targets
+        # The last rank of the last stage has the most targets of the ranks that share a pack.
         middle = layout.pipeline // 2 * of_a_stage if layout.pipeline > 2 else 0
         several = layout.pipeline > 1 or layout.context > 1
         return sorted({0, middle, world - 1 if several else 0})
@@ -124,7 +126,7 @@ def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]
 
 
 def _check_skew(layout: Layout, shape: ModelShape, skew: float) -> None:
-    """Refuse more tokens than can come to one expert-parallel rank."""
+    """Raise UserError for more tokens than one expert-parallel rank can get."""
     most = min(layout.expert, shape.experts / shape.topk) if shape.experts else 1
     if not 1 <= skew <= most:
         raise UserError(
@@ -140,11 +142,11 @@ def _check_skew(layout: Layout, shape: ModelShape, skew: float) -> None:
 def _verdict(
     peak: tuple[int, int, str], nccl: int, capacity: int, ranks: Sequence[int], world: int
 ) -> str:
-    """Say what was run and that it fits; raises RunFailed with what to do where it does not.
+    """Return the verdict of a run that fits. Raises RunFailed with advice if a rank does not fit.
 
     Args:
-        peak: the largest of all ranks that were run: bytes, rank and phase.
-        nccl: bytes of NCCL's buffers, which are not in it.
+        peak: bytes, rank and phase of the largest peak.
+        nccl: bytes of NCCL's buffers, which `peak` excludes.
     """
     size, rank, phase = peak
     limit = usable(capacity)
@@ -175,12 +177,12 @@ def _rank_lines(
         own = report.parameters[model.name]
         yield f"  {model.name + ' parameters':42}{own:>16,}{weights.total:>16,}"
     for name, size in report.bytes.items():
-        yield _beside(name, size, planned.resident.get(name))
+        yield _compared(name, size, planned.resident.get(name))
     for name, phase in report.phases.items():
-        # a checkpoint of a real run comes after a publication, whose buffers stay
+        # The plan's checkpoint follows a publication, whose buffers stay allocated.
         added = None if name == "checkpoint" else planned.phases.get(name)
         whole = None if added is None else sum(planned.resident.values()) + added
-        yield _beside(f"peak, {name}", phase.peak.bytes, whole)
+        yield _compared(f"peak, {name}", phase.peak.bytes, whole)
         yield f"      {phase.peak.operation} at {phase.peak.place}"
     yield from _collectives(report)
     buckets, size = report.buckets
@@ -191,7 +193,7 @@ def _rank_lines(
 
 
 def _collectives(report: RankReport) -> Iterator[str]:
-    """Yield the calls of the phases of a step, by group, and the numbers that the host reads."""
+    """Yield a step's collective calls by group, and the numbers that the host reads."""
     total: dict[tuple[str, str], list[int]] = {}
     for name, phase in report.phases.items():
         if name.endswith((" pass", "backward", "step")):
@@ -202,11 +204,11 @@ def _collectives(report: RankReport) -> Iterator[str]:
     for (group, operation), (calls, size) in sorted(total.items()):
         yield f"  {operation} in {group}: {calls} calls, {_gib(size)}"
     for name, phase in report.phases.items():
-        for place, count in phase.reads.items():
-            yield f"  {name}: the host waits for {count} numbers at {place}"
+        for location, count in phase.reads.items():
+            yield f"  {name}: the host waits for {count} numbers at {location}"
 
 
-def _beside(name: str, size: int, planned: int | None) -> str:
+def _compared(name: str, size: int, planned: int | None) -> str:
     line = f"  {name:42}{_gib(size):>16}"
     if planned is None:
         return f"{line}{'-':>16}"

@@ -31,9 +31,9 @@ Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 
 
 def node_of(nodes: int, rank: int, head: str | None) -> EngineNode | None:
-    """This machine's part of an engine on `nodes` machines; None for one machine.
+    """Return this machine's part of an engine on `nodes` machines; None for one machine.
 
-    Raises UserError where the three do not fit.
+    Raises UserError if the three options contradict each other.
     """
     from rollout.engines.factories import EngineNode
 
@@ -46,8 +46,8 @@ def node_of(nodes: int, rank: int, head: str | None) -> EngineNode | None:
     host, _, port = (head or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise UserError(
-            f"--head: got {head!r}, expected host:port of an address of the machine of --node-rank"
-            " 0, where its ranks meet"
+            f"--head: got {head!r}, expected host:port, an address of the machine of --node-rank"
+            " 0, where its ranks connect"
         )
     return EngineNode(nodes, rank, f"{host}:{port}")
 
@@ -58,15 +58,15 @@ def serve_engines(
     """Run the engines until SIGINT or SIGTERM; return the exit code, 0.
 
     Args:
-        urls_file: holds a JSON list of the URLs while the engines are ready, for a trainer that
-            waits for it.
-        node: this machine's part of an engine on several. The first alone has a URL; the others'
-            lists are empty.
+        urls_file: holds a JSON list of the URLs while the engines are ready. A trainer may wait
+            for this file.
+        node: this machine's part of an engine on several machines. Only the first machine has a
+            URL; the lists of the others are empty.
 
     Raises:
         ConfigError: the configuration has no SGLang engines to start.
-        RunFailed: an engine did not start, or none is left; all have been ended. Shows the last
-            lines of a log.
+        RunFailed: an engine did not start, or no engine is left; all have been ended. The message
+            has the last lines of a log.
     """
     from rlcore.launch.engines import engine_site
     from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys, factory_of
@@ -78,8 +78,8 @@ def serve_engines(
         for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin))
         if not os.environ.get(name)
     }
-    # Next to the run's own folder, which the trainer must be the first to make. Several machines
-    # may share it.
+    # The trainer must be the first to make the run's own folder, so logs lie next to it, in a
+    # subfolder of this machine.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
     if node is not None:
         logs = logs / f"node-{node.rank}"
@@ -91,12 +91,12 @@ def serve_engines(
 
     def announce(urls: Sequence[str]) -> None:
         if node is not None and node.rank > 0:
-            print(f"ready: machine {node.rank} of the engine that meets at {node.head}", flush=True)
+            print(f"ready: machine {node.rank} of the engine at {node.head}", flush=True)
             if urls_file is not None:
                 write_atomic(urls_file, b"[]")
             return
         lines = ["ready. For the trainer:"]
-        # standard output may be a file that others read
+        # The keys go to a private file: other users may be able to read standard output.
         if made:
             exports = "".join(f"export {name}={key}\n" for name, key in made.items())
             logs.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def serve_engines(
             write_atomic(urls_file, listed)
 
     if urls_file is not None:
-        # left by engines that were killed
+        # Engines that were killed leave their file behind.
         urls_file.unlink(missing_ok=True)
     try:
         restart = config.rollout.engine.restart
@@ -138,7 +138,7 @@ def _check(config: Config, urls_file: Path | None, node: EngineNode | None) -> N
             urls_file is not None and not urls_file.parent.is_dir()
         ),
         f"rollout.engine.count: got {engine.count} with --nodes {nodes}, expected 1: call the"
-        " command once for each engine, with a --head of its own": nodes > 1 and engine.count > 1,
+        " command once for each engine, each with its own --head": nodes > 1 and engine.count > 1,
         f"rollout.engine.tensor_parallel: got {engine.tensor_parallel}, expected a multiple of"
         f" --nodes {nodes}: each machine has as many ranks": engine.tensor_parallel % nodes,
         "rollout.engine.transport: got delta with --nodes, but whole weights are kept on one"
@@ -152,7 +152,7 @@ def _check(config: Config, urls_file: Path | None, node: EngineNode | None) -> N
 
 
 def followers(config: Config) -> list[Follow]:
-    """Keep whole weights on this machine where only changes are published, else do nothing."""
+    """Keep whole weights on this machine if only changes are published; else do nothing."""
     from rollout.weight_sync.choose import shared_folder
     from rollout.weight_sync.follower import keep_following
 
@@ -178,11 +178,11 @@ async def run_servers(
 
     Args:
         announce: called with the URLs once all have started.
-        follow: run next to the servers; the end of one ends them too.
-        restart: how often and when a server is restarted; the command goes on while one is left.
+        follow: tasks next to the servers; the end of a task ends the servers too.
+        restart: how often and when a server is restarted. The command runs until no server is left.
 
     Raises:
-        RunFailed: a server did not start the first time, or none is left.
+        RunFailed: a server did not start the first time, or no server is left.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -210,7 +210,7 @@ async def run_servers(
                 work.result()
     finally:
         stopping.cancel()
-        # a server that is starting ends by its cancellation
+        # Cancelling a start ends the server.
         for work in (*working, *starting):
             work.cancel()
         await asyncio.gather(*working, *starting, all_started, return_exceptions=True)
@@ -244,7 +244,7 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
         try:
             await server.start(port)
         except RlcoreError as error:
-            # recovery: the next start, if one is left
+            # Recovery: the next start, if the limit allows one.
             why = str(error)
         else:
             why = ""

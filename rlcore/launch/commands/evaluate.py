@@ -58,9 +58,9 @@ def evaluate_model(
 
     Args:
         sets: names of `evaluation.sets`; default: all of them, and `evaluation.paths`.
-        all_ranks: hold the model in the configured layout, on the ranks that would train; else, but
-            under torchrun, it is in one process.
-        arguments: the command line after `rlcore`, with which the ranks are started.
+        all_ranks: hold the model in the configured layout, on the ranks that would train. Without
+            it one process holds the model, except under torchrun.
+        arguments: the command line after `rlcore`, passed on to the ranks.
     """
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output: {output} cannot be written: it needs a folder that is there")
@@ -100,7 +100,7 @@ def evaluate_model(
 def _evaluate(
     config: Config, process: Process, stack: ExitStack, service: ServiceClient | None
 ) -> Scored | None:
-    """Publish the weights and score the prompts; the result is rank 0's. Collective."""
+    """Publish the weights and score the prompts; rank 0 returns the result. Collective."""
     sync = process.sync
     start_s = config.cluster.start_timeout_s
     if resolved_by_launcher() is None:
@@ -166,7 +166,7 @@ def _show(
 
 
 def _answer(sample: Sample, branch: Branch) -> dict[str, Any]:
-    """Return what one sample said and how it was scored, JSON-able."""
+    """Return the text and the scores of one sample, JSON-able."""
     found = {
         "set": sample.metadata.get(SET_KEY, ""),
         "row": sample.prompt_id,
@@ -195,11 +195,11 @@ def _in_one_process(config: Config) -> Config:
 
 
 def _generating(config: Config) -> Config:
-    """Make a supervised run or a replay, which have no engine, one that generates."""
+    """Turn a supervised run or a replay, which have no engine, into a run that generates."""
     config.training.debug = None
     config.training.replay = None
     config.training.replay_from = None
-    # The prompts of training are read, and their responses, which are not made, need no room.
+    # The training prompts are read but not answered, so their responses need no room.
     if config.evaluation.max_new_tokens is not None:
         config.rollout.sampling.max_new_tokens = config.evaluation.max_new_tokens
     if config.is_sft:

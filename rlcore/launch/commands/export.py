@@ -14,7 +14,7 @@ from rlcore.runs.directory import RunDirectory
 def export_checkpoint(source: Path, folder: Path) -> int:
     """Write a checkpoint of any layout as a Hugging Face folder, on the CPU, without the model."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is no folder: choose another name")
+        raise UserError(f"{folder} is not a folder: choose another name")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another folder")
     shards = find_checkpoint(source, "export")

@@ -1,6 +1,6 @@
 """`rlcore init-model`: a small model with random weights and a tokenizer of single characters.
 
-For tests, examples and first runs, which should need no download.
+Tests, examples and first runs thus need no download.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ALPHABETS = {
     "addition": string.digits + "+-*/=()<>.,:;?! \nxy",
     "ascii": string.digits + string.ascii_letters + string.punctuation + " \n\t",
 }
-# Characters carry no roles: a conversation is its contents, one after the other.
+# Without symbols for roles, a conversation is the concatenation of its contents.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-# ChatML with calls of tools, as Qwen's models have it: four more symbols, of which the end of a
-# turn ends a response. Of a tool it says its name and arguments alone, to keep prompts short.
+# ChatML with tool calls, as Qwen's models use it, with four more symbols. The symbol that ends a
+# turn ends a response. Tools are listed by name and arguments alone, which keeps prompts short.
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 CALL_START = "<tool_call>"
@@ -66,7 +66,7 @@ class ModelSpec:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 256
-    # In each layer of a family with experts; half as wide as a dense network.
+    # Per layer of a family with experts, each half as wide as a dense network.
     experts: int = 8
     experts_per_token: int = 2
     tied: bool = True
@@ -75,7 +75,7 @@ class ModelSpec:
     chat: bool = False  # a chat template with roles
 
     def __post_init__(self) -> None:
-        """Raise UserError for sizes that do not fit each other."""
+        """Raise UserError for sizes that contradict each other."""
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected 1 or more")
@@ -110,7 +110,7 @@ class ModelSpec:
 
     @property
     def vocab_size(self) -> int:
-        """The alphabet and two special tokens, or three where turns begin with one."""
+        """The alphabet and two special tokens, or three if turns begin with a token."""
         return len(self.alphabet) + (5 if self.chat else 2)
 
 
@@ -121,7 +121,7 @@ def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool =
         The number of parameters.
 
     Raises:
-        ModelError: there is a model in `folder` and `overwrite` is off.
+        ModelError: `folder` holds a model and `overwrite` is off.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -144,9 +144,9 @@ def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool =
 def char_tokenizer(
     alphabet: str, max_length: int = 512, *, chat: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of one token a character: `decode(encode(text)) == text`.
+    """Make a tokenizer with one token per character: `decode(encode(text)) == text`.
 
-    It adds nothing, and an unknown character is an error. With `chat` its template is ChatML.
+    It adds no tokens and raises for unknown characters. With `chat` its template is ChatML.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -192,7 +192,7 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
         "pad_token_id": pad,
         "bos_token_id": None,
     }
-    # takes its head size from hidden / heads
+    # This class derives the head size from hidden / heads.
     if spec.family == "qwen2":
         return Qwen2Config(**sizes)
     width = max(spec.intermediate // 2, 1)
@@ -209,7 +209,7 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
 
 
 def _latent_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """Ranks of latent attention, a dense layer first, and one group of experts."""
+    """Return the sizes of latent attention, with a dense first layer and one group of experts."""
     head = spec.hidden // spec.heads
     return {
         "num_key_value_heads": spec.heads,

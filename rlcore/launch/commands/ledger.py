@@ -1,4 +1,4 @@
-"""`rlcore ledger RUN`: what became of every drawn prompt, and whether the ledger balances."""
+"""`rlcore ledger RUN`: the fate of every drawn prompt, and whether the ledger balances."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlcore.terminal import printable
 from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import DETAILS, History, read_journal
 
-MAX_SHOWN = 10  # contradictions
-NAMES = {**DETAILS, "drawn": "row", "finished": "passed"}  # of the detail of a transition
+MAX_SHOWN = 10  # contradictions that are printed
+NAMES = {**DETAILS, "drawn": "row", "finished": "passed"}  # name of each transition's detail
 
 
 def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool) -> int:
     """Print the ledger; return 0 if it balances or a `draw` was asked for, else 1.
 
     Raises:
-        UserError: `path` is no run, has no ledger, or has not made that draw.
+        UserError: `path` is not a run, has no ledger, or has not made that draw.
     """
     run = RunDirectory(path)
     if draw is not None:
@@ -74,7 +74,7 @@ def life_of(history: History, draw: int) -> Iterator[str]:
 def _state_of(history: History, draw: int, *, rewound: bool) -> str:
     try:
         ledger = history.at()
-    # recovery: the draw's own lines can still be read
+    # Recovery: the draw's own lines can still be read.
     except DataError as error:
         return f"in no one state, the journal contradicts itself: {error}"
     assert ledger is not None

@@ -1,4 +1,4 @@
-"""`rlcore plan`: which layouts of the models fit on the GPUs, and the keys of the fastest."""
+"""`rlcore plan`: layouts of the models that fit on the GPUs, and the keys of the fastest."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from rlcore.planning.report import describe, report
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_PROMPT = 1024  # tokens, where data.max_prompt_tokens does not say
-# fields that ParallelConfig and Layout share
+_PROMPT = 1024  # tokens, unless data.max_prompt_tokens is set
+# Fields that ParallelConfig and Layout share.
 _SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")
-# fields of policy.megatron that a `Layout` decides
+# Fields of policy.megatron that a `Layout` decides.
 _RECOMPUTE = (
     *("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
     "distribute_saved_activations",
 )
-# keys that a plan decides, next to _RECOMPUTE
+# Keys that a plan decides, in addition to _RECOMPUTE.
 _DECIDED = (
     *("cluster.launcher", "cluster.nodes", "cluster.processes_per_node"),
     *(f"policy.parallel.{name}" for name in ParallelConfig.model_fields),
@@ -64,7 +64,7 @@ _DECIDED = (
 def plan(
     config: Config, *, trainer_gpus: int | None, engine_gpus: int | None, gpu_memory: int, gpu: str
 ) -> Iterator[str]:
-    """Yield lines on the configured layout, on layouts that fit, and the keys of the fastest.
+    """Yield the configured layout, the layouts that fit, and the keys of the fastest.
 
     Args:
         trainer_gpus: GPUs of the trainer alone; None: as configured.
@@ -72,8 +72,9 @@ def plan(
         gpu_memory: bytes of each.
         gpu: a name in `rlcore.planning.devices.GPUS`.
 
-    Raises UserError for engine GPUs that the engines cannot take, and ModelError for a
-    `config.json` that is missing or of a family that is not converted.
+    Raises:
+        UserError: the engines cannot use that many GPUs.
+        ModelError: `config.json` is missing, or its family is not supported.
     """
     gpus = trainer_gpus or world_size(config)
     given = config
@@ -113,9 +114,9 @@ def plan(
 
 
 def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
-    """Return the configuration for so many GPUs of the trainer and of the engines.
+    """Return the configuration for these numbers of trainer and engine GPUs.
 
-    Raises UserError where the engines have no GPUs of their own, or cannot take so many.
+    Raises UserError if the engines have no GPUs of their own, or cannot use that many.
     """
     engine = config.rollout.engine
     if engine_gpus is not None:
@@ -135,7 +136,7 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
         rollout = config.rollout.model_copy(update={"engine": engine})
         config = config.model_copy(update={"rollout": rollout})
     nodes = 1
-    # colocated engines are on one machine
+    # Colocated engines are on one machine, so the trainer is too.
     if trainer > GPUS_PER_NODE and not engine.colocated:
         nodes = next(
             n for n in range(2, trainer + 1) if trainer % n == 0 and trainer // n <= GPUS_PER_NODE
@@ -157,13 +158,13 @@ def _engine_gpus(config: Config) -> int:
 
 
 def _shares_gpus(config: Config) -> bool:
-    """Whether engines may also be where the trainer is: they take what no rank is on, if any."""
+    """Whether engines may share the trainer's GPUs, which they do only if no other GPU is free."""
     kind = KINDS.get(config.rollout.engine.kind)
     return kind is not None and kind.shares_gpu
 
 
 def _engines(config: Config) -> str:
-    """Name the engines of the run, and whose GPUs they are on."""
+    """Describe the engines of the run and their GPUs."""
     if not generates(config):
         return "no engines"
     engine = config.rollout.engine
@@ -182,7 +183,7 @@ def _engines(config: Config) -> str:
 
 
 def _laid_out(config: Config, layout: Layout) -> Config:
-    """Return the configuration with a layout of the search."""
+    """Return the configuration with a layout that the search found."""
     policy = config.policy
     megatron = policy.megatron
     if (layout.recompute, layout.recompute_method, layout.recompute_layers) != _recompute(config):
@@ -235,9 +236,9 @@ def _keys(config: Config, given: Config) -> dict[str, Any]:
 
 
 def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
-    """The configured layout; the GPUs that it leaves are data parallelism.
+    """Return the configured layout; the remaining GPUs are data parallelism.
 
-    Raises ConfigError where the layers do not divide into the stages.
+    Raises ConfigError if the layers do not divide into the stages.
     """
     parallel = config.policy.parallel
     recompute, method, count = _recompute(config)
@@ -255,11 +256,10 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
 
 
 def make_job(config: Config, arch: Architecture, others: Mapping[str, Architecture]) -> Job:
-    """The models that the run builds, and an optimizer step with every sample at its longest.
+    """Return the run's models, and an optimizer step with every sample at its longest.
 
     Args:
-        others: the models with a folder of their own, by its key; a model without has the policy's
-            sizes.
+        others: models with their own folder, by its key; other models have the policy's sizes.
     """
     policy = config.policy
     shape = arch.shape
@@ -304,7 +304,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
 
 
 def make_publication(config: Config, arch: Architecture) -> Publication | None:
-    """How the run publishes its policy; None for a run without engines."""
+    """Return how the run publishes its policy; None without engines."""
     if not generates(config):
         return None
     given = config.rollout.engine
@@ -325,9 +325,9 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     ]
     limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
     senders = given.senders or engines
-    places = cut(sizes, limit, together([name for _, name, _, _ in tensors]))
-    buckets = tuple(sum(published[index] for index in place) for place in places)
-    whole = [sum(sizes[index][0] for index in place) for place in places]
+    cuts = cut(sizes, limit, together([name for _, name, _, _ in tensors]))
+    buckets = tuple(sum(published[index] for index in bucket) for bucket in cuts)
+    whole = [sum(sizes[index][0] for index in bucket) for bucket in cuts]
     return Publication(
         buckets,
         bucket_limit=limit,
@@ -342,9 +342,9 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
 
 
 def _siblings(config: Config) -> int:
-    """The samples of a group, whose prompt a pack holds once; 1 where that is not sure.
+    """Return how many samples share a prompt in a pack; 1 if that is uncertain.
 
-    With Transformer Engine's layers, which a GPU may have, nothing is shared.
+    Transformer Engine's layers, which a GPU may use, share nothing.
     """
     policy = config.policy
     sure = policy.share_prefixes == "on" or (
@@ -354,9 +354,9 @@ def _siblings(config: Config) -> int:
 
 
 def job_passes(config: Config) -> Passes:
-    """Return the passes of a step; a plugin is asked."""
+    """Return the passes of a step; for a plugin, build it and ask."""
     found = built_in_passes(config)
-    # a plugin must be built, with torch, to say what it needs
+    # Only a plugin that is built, with torch, knows its needs.
     if found is None:
         from rlcore.trainer.credit import CreditAssignment
         from rlcore.trainer.objective import Objective

@@ -1,4 +1,4 @@
-"""`rlcore view RUN ...`: a local page on runs, or one file that holds the page and its data."""
+"""`rlcore view RUN ...`: a local page on runs, or a file with the page and its data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rlcore.view.run import RunView, inside
 from rlcore.view.server import ViewServer
 from rollout.accounting.journal_reader import History
 
-MAX_EVENTS = 2000  # that a page lists
+MAX_EVENTS = 2000  # events that a page lists
 
 
 class RunLedger:
-    """Reads the ledger of a run for the page, for several requests at a time.
+    """Reads the ledger of a run for the page; several requests may share it.
 
     Args:
-        path: in the resolved folder of the run; a link out of it is refused.
+        path: the ledger in the resolved run folder; a link out of the folder is rejected.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,7 @@ class RunLedger:
         self._lock = threading.Lock()
 
     def untrained(self) -> dict[str, Any]:
-        """Return counts by reason, and the newest draws that were given up or given back."""
+        """Return counts by reason, and the newest draws that were given up or requeued."""
         inside(self.path.parent, self.path)
         with self._lock:
             history = self._history
@@ -49,7 +49,7 @@ class RunLedger:
             }
 
     def life(self, draw: int) -> list[dict[str, Any]]:
-        """Return what happened to a draw, by line of the journal."""
+        """Return the transitions of a draw, by line of the journal."""
         inside(self.path.parent, self.path)
         names = ("line", "what", "detail", "rewound_by")
         with self._lock:
@@ -63,10 +63,10 @@ def view_runs(
     """Serve the page until Ctrl-C, or write it to `export`; return the exit code.
 
     Args:
-        step: to be exported; default: the newest of each run.
+        step: the step to export; default: the newest of each run.
 
     Raises:
-        UserError: a folder is no run, or the port is taken.
+        UserError: a folder is not a run, or the port is taken.
     """
     runs = [open_run(name, path) for name, path in named(paths).items()]
     api = Api(runs, follow=follow)
@@ -74,7 +74,7 @@ def view_runs(
         print(printable(export_page(api, export, step=step)))
         return 0
     for run in runs:
-        # before it is asked for
+        # Read the metrics before the page requests them.
         threading.Thread(target=run.metrics.refresh, daemon=True).start()
     try:
         server = ViewServer(api, port=port)
@@ -91,13 +91,13 @@ def view_runs(
 
 
 def open_run(name: str, path: Path) -> RunView:
-    """Open a run for reading. Raises UserError where the folder is none."""
+    """Open a run for reading. Raises UserError if the folder is not a run."""
     ledger = RunLedger(path.resolve() / "ledger.jsonl")
     return RunView(name, path, ledger)
 
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return the runs by name; a second one of a name carries its folder's name too."""
+    """Return the runs by name; a duplicate name gets its folder's name appended."""
     found: dict[str, Path] = {}
     for path in paths:
         full = path.resolve()
@@ -113,7 +113,7 @@ def named(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def greeting(server: ViewServer) -> list[str]:
-    """Return the lines that say where the page is."""
+    """Return the lines with the address of the page."""
     lines = [f"rlcore view: {server.url}"]
     if os.environ.get("SSH_CONNECTION"):
         tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port}"

@@ -1,4 +1,4 @@
-"""`rlcore doctor`: looks at a machine and its environments, and says what a run would lack.
+"""`rlcore doctor`: checks a machine and its environments for the needs of a run.
 
-It works without torch and without a GPU: everything that needs torch is asked of another process.
+It works without torch and without a GPU; another process answers questions that need torch.
 """

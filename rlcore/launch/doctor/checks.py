@@ -1,4 +1,4 @@
-"""The checks of environments and GPUs, and all checks in their order."""
+"""The checks of environments and GPUs, and the list of all checks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ INSTALL = "./scripts/install.sh"
 INSTALL_ENGINES = "./scripts/install_sglang.sh"
 GPU_FIELDS = "name,memory.total,memory.free,driver_version"
 MIN_DRIVER = {"12": 525, "13": 580}  # major version of CUDA -> of the driver
-MOSTLY_FREE = 0.9  # of a GPU's memory, or somebody else is on it
+MOSTLY_FREE = 0.9  # of a GPU's memory; with less, another process uses the GPU
 
 
 def check_machine(config: Config | None) -> Iterator[Check]:
     """Make every check, and yield each result at once.
 
     Args:
-        config: what to look for; None: what is there.
+        config: the run to check for; None: report what the machine has.
     """
     run = Run(config)
     ours, found = _trainer_environment(run)
@@ -53,7 +53,7 @@ def check_machine(config: Config | None) -> Iterator[Check]:
 
 
 def requirements(extras: Sequence[str]) -> dict[str, str]:
-    """Return the versions that rlcore asks for, by package: "" for any. Empty if not installed."""
+    """Return the versions that rlcore requires, by package: "" for any. Empty if not installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -69,7 +69,7 @@ def requirements(extras: Sequence[str]) -> dict[str, str]:
 
 
 def unmet(wanted: dict[str, str], there: dict[str, str]) -> list[str]:
-    """Return what is missing or of another version, as "torch 2.9 (needs >=2.10)"."""
+    """Return the packages that are missing or of a wrong version, as "torch 2.9 (needs >=2.10)"."""
     from packaging.specifiers import SpecifierSet
 
     return [
@@ -80,7 +80,7 @@ def unmet(wanted: dict[str, str], there: dict[str, str]) -> list[str]:
 
 
 def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
-    """Ask the interpreter that runs this command, which trains."""
+    """Check the interpreter that runs this command, and trains."""
     extras = ["ray"] * (run.cluster.launcher == "ray")
     extras += ["wandb"] * run.config.tracking.wandb.enabled
     wanted = requirements(extras)
@@ -100,7 +100,7 @@ def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
 
 
 def _engine_environment(run: Run) -> tuple[Interpreter | None, Check]:
-    """Ask the environment of SGLang engines that the run starts."""
+    """Check the environment of the SGLang engines that the run starts."""
     name = "engine environment"
     path = run.engine_python
     if path is None:
@@ -119,7 +119,7 @@ def _engine_environment(run: Run) -> tuple[Interpreter | None, Check]:
 
 
 def _nccl(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Check:
-    """Compare the versions of both sides, where weights go from one to the other over NCCL."""
+    """Compare NCCL's versions if the trainer sends weights to engines over NCCL."""
 
     def version(python: Interpreter) -> str:
         return python.nccl or "none (torch for the CPU)"
@@ -141,7 +141,7 @@ def _nccl(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Check:
 
 
 def _toolkit(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Iterator[Check]:
-    """Look for the CUDA toolkit, with which SGLang compiles kernels."""
+    """Check for the CUDA toolkit, with which SGLang compiles kernels."""
     if theirs is None or theirs.broken or not ours.gpus or run.engine.device == "cpu":
         return
     name = "CUDA toolkit of engines"
@@ -154,7 +154,7 @@ def _toolkit(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Iterato
 
 
 def _kernels(run: Run, ours: Interpreter) -> Iterator[Check]:
-    """Say which kernels of Transformer Engine and of attention the trainer chooses."""
+    """Report the layers and the attention kernels that the trainer chooses."""
     te = ours.packages.get("transformer-engine")
     takes_te = run.config.policy.transformer_engine == "auto"
     installed = f"Transformer Engine {te}" if te else "no Transformer Engine"
@@ -198,7 +198,7 @@ class GPU:
 
 
 def list_gpus() -> list[GPU]:
-    """Return the GPUs of this machine, as far as `nvidia-smi` knows them. Raises RuntimeError."""
+    """Return the GPUs that `nvidia-smi` lists. Raises RuntimeError if it fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
@@ -216,7 +216,7 @@ def list_gpus() -> list[GPU]:
 
 
 def _bytes(mebibytes: str) -> int:
-    # "[N/A]" of unified memory
+    # Unified memory shows as "[N/A]".
     return int(mebibytes) << 20 if mebibytes.isdecimal() else 0
 
 
@@ -253,7 +253,7 @@ def _number_of_gpus(run: Run, trainer: Interpreter, found: Sequence[GPU], named:
     if not trainer.broken and not trainer.gpus:
         why = "is built for the CPU" if not trainer.cuda else "sees none of them"
         advice = "install a torch for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
-        # hidden on purpose, a run is on the CPU
+        # The user has hidden the GPUs; the run is on the CPU.
         level: Level = "note" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else "FAIL"
         return Check(level, name, f"{named}; torch {why}", "a torch that uses them", advice)
     ranks = run.cluster.processes_per_node
@@ -276,7 +276,7 @@ def _number_of_gpus(run: Run, trainer: Interpreter, found: Sequence[GPU], named:
 
 
 def _sandbox(run: Run) -> Iterator[Check]:
-    """Run a first program as a run with the grader `code` does at its start."""
+    """Run a test program, as a run with the grader `code` does at its start."""
     sandbox = _confinement(run.config)
     if sandbox is None:
         return
@@ -290,7 +290,7 @@ def _sandbox(run: Run) -> Iterator[Check]:
 
 
 def _confinement(config: Config) -> SandboxConfig | None:
-    """Return where programs that a model wrote run; None where none does, or elsewhere."""
+    """Return the sandbox for a model's programs; None if none run, or not on this machine."""
     rewards = [config.reward, *(one.reward for one in config.evaluation.sets.values())]
     for reward in rewards:
         runs_code = reward is not None and any(

@@ -27,10 +27,10 @@ Level = Literal["ok", "note", "FAIL"]
 
 SHM = Path("/dev/shm")
 MIN_SHM = 16 << 20  # for a trainer of one process
-AMPLE_SHM = 1 << 30  # ... and what NCCL, SGLang and Ray put there for several
-MIN_DISK = 256 << 20  # for logs, recordings and a toy's checkpoint
+AMPLE_SHM = 1 << 30  # for several processes with NCCL, SGLang and Ray
+MIN_DISK = 256 << 20  # for logs, recordings and a tiny model's checkpoint
 PER_PARAMETER = 14  # bytes in a checkpoint: bf16, and fp32 of weights and both moments
-FILES = 512  # that a trainer opens besides its engines' connections: libraries, logs, sockets
+FILES = 512  # open files of a trainer besides connections to engines: libraries, logs, sockets
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ENGINE_KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
 KEYS = ("WANDB_API_KEY", "HF_TOKEN", *ENGINE_KEYS)
@@ -42,9 +42,9 @@ class Check:
     """The result of one check, a line of the report.
 
     Attributes:
-        level: FAIL where a run would fail; note where it may, or is slower than it could be.
-        needed: what a run needs; "" where nothing is asked for.
-        advice: what to do; "" where nothing is.
+        level: FAIL if a run would fail; note if it may fail or be slow.
+        needed: the need of a run; "" if there is none.
+        advice: what to do; "" if nothing.
     """
 
     level: Level
@@ -65,7 +65,7 @@ class Check:
 
 
 class Run:
-    """What a run asks of this machine; without a configuration, what any run would."""
+    """The needs of a run on this machine; without a configuration, those of any run."""
 
     def __init__(self, config: Config | None) -> None:
         self.is_configured = config is not None
@@ -75,15 +75,15 @@ class Run:
 
     @property
     def has_sglang(self) -> bool:
-        """Whether its engines are SGLang's."""
+        """Whether the run has SGLang engines."""
         kind = self.engine.kind
         return generates(self.config) and kind in KINDS and KINDS[kind].standalone
 
     @property
     def engine_python(self) -> Path | None:
-        """The interpreter of SGLang's environment; None where no SGLang is started.
+        """The interpreter of SGLang's environment; None if the run starts no SGLang engine.
 
-        It is not resolved: it is a link by which Python finds its environment.
+        The path is not resolved, because Python finds its environment by this link.
         """
         default = CHECKOUT / ".venv-sglang" / "bin" / "python"
         if not self.is_configured:
@@ -93,24 +93,24 @@ class Run:
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of the engines that it starts."""
+        """The number of GPUs of the engines that the run starts."""
         is_on_gpus = self.engine_python is not None and self.engine.device != "cpu"
         return self.engine.count * self.engine.tensor_parallel if is_on_gpus else 0
 
     @property
     def open_files(self) -> int:
-        """Files that the trainer opens: each request in flight has a connection."""
+        """The number of files that the trainer opens; each request in flight has a connection."""
         engines = len(self.engine.urls) or self.engine.count
         return FILES + (engines * self.engine.max_in_flight if self.has_sglang else 0)
 
 
 def at_start(config: Config) -> list[str]:
-    """Return what the cheap checks would have changed; the run starts all the same."""
+    """Return the cheap checks that found something; the run starts anyway."""
     return [found.as_note for found in cheap_checks(Run(config)) if found.level != "ok"]
 
 
 def cheap_checks(run: Run) -> Iterator[Check]:
-    """Make those checks that start no process and open no connection."""
+    """Make the checks that start no process and open no connection."""
     for check in (
         _shared_memory, _open_files, _run_folder, _interfaces, _own_address, _ray, _slurm, _keys,
     ):  # fmt: skip
@@ -152,7 +152,7 @@ def _open_files(run: Run) -> Iterator[Check]:
 
 
 def _run_folder(run: Run) -> Iterator[Check]:
-    """Check that the disk of the run's folder can be written, and has room."""
+    """Check that the run's folder is writable and its disk has room."""
     folder = Path(os.path.abspath(run.config.run.dir))
     while not folder.exists():
         folder = folder.parent
@@ -168,7 +168,7 @@ def _run_folder(run: Run) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     found = f"{gib(free)} free in {folder}"
     advice = "free some, or set run.dir to another disk"
-    # of a model in bf16; 0 where it is not here
+    # The size of the model in bf16; 0 if it is not on this machine.
     weights = Path(run.config.model.path).glob("*.safetensors") if run.is_configured else ()
     checkpoint = sum(path.stat().st_size for path in weights) * PER_PARAMETER // 2
     if free < MIN_DISK:
@@ -226,7 +226,7 @@ def _own_address(run: Run) -> Iterator[Check]:
 
 
 def _names(variable: str, value: str, there: dict[str, str]) -> bool:
-    """Whether a variable names an interface that is there.
+    """Return whether a variable names an existing interface.
 
     For NCCL a name is a prefix, "=" makes it exact, and "^" leaves interfaces out.
     """

@@ -15,7 +15,7 @@ from rlcore.deadlines import ACTOR_END_S
 from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"  # of all named actors
-POLL_S = 0.2  # between two calls of an actor that is being started
+POLL_S = 0.2  # between two calls of an actor that is starting
 
 
 class ActorLost(PartLost):
@@ -32,7 +32,7 @@ def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
     Raises:
         DeadlineExceeded: after `limit_s`.
         ActorLost: its process died.
-        RlcoreError: what the call itself raised.
+        RlcoreError: the error of the call itself.
     """
     try:
         return ray.get(ref, timeout=limit_s)
@@ -43,7 +43,7 @@ def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
 
 
 async def answer(ref: Awaitable[Any], *, what: str) -> Any:
-    """As `get`, without a limit of its own."""
+    """As `get`, but without a limit."""
     try:
         return await ref
     except RayError as error:
@@ -51,7 +51,7 @@ async def answer(ref: Awaitable[Any], *, what: str) -> Any:
 
 
 async def answer_when_up(call: Callable[[], Awaitable[Any]], *, what: str) -> Any:
-    """As `answer`, of an actor that Ray may be restarting: the call is repeated until it is up."""
+    """As `answer`, but repeat the call while Ray restarts the actor."""
     while True:
         try:
             return await answer(call(), what=what)
@@ -60,16 +60,16 @@ async def answer_when_up(call: Callable[[], Awaitable[Any]], *, what: str) -> An
 
 
 def translate_error(error: RayError, what: str) -> RlcoreError:
-    """Return the error that the actor raised, or ours for what Ray says of its end."""
+    """Return the actor's own error, or our error for Ray's description of its end."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, RlcoreError):
             return cause
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
-        # Ray's last line says it
+        # Ray gives the reason in the last line.
         why = _lines(error)[-1]
-        # another start would fail, too
+        # Another start would fail, too.
         if error.actor_init_failed:
             return RunFailed(f"{what}: it could not begin: {why.partition(': ')[2] or why}")
         return ActorLost(f"{what}: its process is gone: {why}")
@@ -77,7 +77,7 @@ def translate_error(error: RayError, what: str) -> RlcoreError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error; Ray's messages have many."""
+    """Return the first line of an error; Ray's messages have many."""
     return _lines(error)[0]
 
 
@@ -88,14 +88,14 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def actor_name(run: str, part: str) -> str:
-    """The name of an actor of a run, in NAMESPACE."""
+    """Return the name, in NAMESPACE, of an actor of a run."""
     return f"{run}/{part}"
 
 
 def enter_folder(folder: str) -> None:
-    """Change an actor to the driver's folder, where relative paths of the configuration begin.
+    """Enter the driver's folder, to which the configuration's paths are relative.
 
-    Raises RunFailed where this node has no such folder.
+    Raises RunFailed if this node has no such folder.
     """
     try:
         os.chdir(folder)
@@ -107,7 +107,7 @@ def enter_folder(folder: str) -> None:
 
 
 def end_named(names: Iterable[str]) -> None:
-    """End actors for good, by name; return when the names are free again, or after ACTOR_END_S."""
+    """End actors for good, by name; return once the names are free, or after ACTOR_END_S."""
     left = set(names)
     deadline = time.monotonic() + ACTOR_END_S
     while left and time.monotonic() < deadline:
@@ -115,6 +115,6 @@ def end_named(names: Iterable[str]) -> None:
             try:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE))
             except (RayError, ValueError):
-                # it is gone
+                # The actor is gone.
                 left.discard(name)
         time.sleep(POLL_S if left else 0.0)

@@ -1,7 +1,7 @@
-"""Connects to a Ray cluster, running or started for the run, and reserves resources in it.
+"""Connects to a running or new Ray cluster, and reserves resources in it.
 
-Unasked, only a cluster of this user is joined: Ray's own search takes the newest cluster of any
-user, who could then read a run's data and keys.
+By default only a cluster of this user is joined. Ray's own search would take the newest cluster of
+any user, who could then read a run's data and keys.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rlcore.launch.ray.calls import NAMESPACE, first_line
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
 AUTO = "auto"  # Ray's own search
-LOCAL = "local"  # as cluster.ray.address: always a cluster of our own
+LOCAL = "local"  # value of cluster.ray.address: always a new cluster
 ROOT = Path(__file__).resolve().parents[3]
-# Whole seconds: Ray rounds less to nothing, and such a loop keeps a core busy.
+# Ray rounds fractions of a second to 0, and the loop would keep a core busy.
 WAIT_S = 1
 _PROCESSES = Path("/proc")
 _OPTION = b"--gcs-address="
@@ -45,7 +45,7 @@ class Cluster:
     """The cluster that this process is connected to."""
 
     placement: Placement
-    address: str  # of this node, for other nodes
+    address: str  # of this node, as other nodes reach it
 
 
 @contextmanager
@@ -53,16 +53,16 @@ def connected(config: Config) -> Iterator[Cluster]:
     """Connect to `cluster.ray.address` while open; a cluster that is started here ends here.
 
     Raises:
-        UserError: there is no cluster at that address, it wants a token, or Ray does not take
+        UserError: there is no cluster at that address, it wants a token, or Ray rejects
             `cluster.ray.runtime_env`.
-        RunFailed: a cluster of our own does not start.
+        RunFailed: a new cluster does not start.
     """
     try:
         try:
             _connect(config.cluster.ray.address, config)
             placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
         except SystemExit as asked:
-            # Ray's own handler of SIGTERM
+            # Ray's own handler of SIGTERM raises this.
             raise KeyboardInterrupt from asked
         yield Cluster(placement, ray.util.get_node_ip_address())
     finally:
@@ -75,9 +75,7 @@ def _connect(address: str | None, config: Config) -> None:
     try:
         RuntimeEnv(**environment)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"cluster.ray.runtime_env: Ray does not take it: {first_line(error)}"
-        ) from error
+        raise UserError(f"cluster.ray.runtime_env: Ray rejects it: {first_line(error)}") from error
     found = address or find_cluster()
     if found is None and (others := clusters_of_others()):
         warn(
@@ -97,7 +95,7 @@ def _connect(address: str | None, config: Config) -> None:
                 f"the Ray cluster {found} on this machine is not joined, and the run starts its"
                 f" own: {error}"
             )
-    # Ray only counts CPUs: a machine with few can declare more, and still runs a small job.
+    # Ray only counts CPUs, so a small machine can declare more and still run a small job.
     cpus = max(
         os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True))
     )
@@ -106,11 +104,11 @@ def _connect(address: str | None, config: Config) -> None:
             LOCAL,
             num_cpus=int(-(-cpus // 1)),
             include_dashboard=False,
-            # As under the other launchers; Ray's default, 15, starves a run on a shared machine.
+            # The other launchers use 0; Ray's default of 15 starves a run on a shared machine.
             _system_config={"worker_niceness": 0},
             runtime_env=environment,
         )
-    # Ray raises nothing narrower when its own processes do not start in time.
+    # Ray raises no narrower error when its processes do not start in time.
     except Exception as error:
         raise RunFailed(
             "no Ray cluster could be started on this machine (cluster.ray.address):"
@@ -124,18 +122,18 @@ def join(address: str, *, prefix: str = "", **options: Any) -> None:
 
     Args:
         address: as `ray.init` takes it.
-        prefix: begins the message about a token.
+        prefix: the beginning of the message about a token.
         options: further arguments of `ray.init`.
 
     Raises:
-        ConnectionError: nobody answers there, or Ray does not take the cluster.
+        ConnectionError: nothing answers there, or Ray rejects the cluster.
         UserError: the cluster asks for a token, and this process has none.
     """
     try:
         check_reachable(address)
         _init(address, **options)
     except AuthenticationError as error:
-        # so there is a cluster
+        # Only a cluster can refuse a token.
         raise UserError(
             f"{prefix}the Ray cluster refuses us: it wants a token (RAY_AUTH_MODE=token) and this"
             " process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
@@ -155,7 +153,7 @@ def _init(address: str, **options: Any) -> None:
 
 
 def _report(joined: str) -> None:
-    """Print which cluster was joined, and warn of one that is open to everybody."""
+    """Print the joined cluster's address, and warn about a cluster that is open to everybody."""
     if joined == AUTO:
         joined = ray.get_runtime_context().gcs_address
     if is_token_auth_enabled():
@@ -179,7 +177,7 @@ def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[s
         from_shell: names of variables to take from this process (cluster.ray.env_from_shell).
 
     Raises:
-        UserError: one of them is not set.
+        UserError: a variable is not set.
     """
     missing = [name for name in from_shell if name not in os.environ]
     if missing:
@@ -190,7 +188,7 @@ def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[s
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {"PYTHONPATH": path} | {name: os.environ[name] for name in from_shell}
     own = given.get("env_vars", {})
-    # Where `env_vars` is no mapping, Ray words the error.
+    # Ray reports an `env_vars` that is not a mapping.
     return given | {"env_vars": variables | own} if isinstance(own, dict) else given
 
 
@@ -201,10 +199,10 @@ def find_cluster(proc: Path = _PROCESSES) -> str | None:
     """Return the address of the cluster of `RAY_ADDRESS`, or of this user's raylets here.
 
     Args:
-        proc: where the kernel shows processes.
+        proc: the folder where the kernel shows processes.
 
     Returns:
-        None if there is neither.
+        The address; None if there is no cluster.
 
     Raises:
         UserError: this user has several clusters here, and Ray does not say which is the newest.
@@ -222,10 +220,10 @@ def find_cluster(proc: Path = _PROCESSES) -> str | None:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ConnectionError if nobody listens at HOST:PORT: Ray itself tries for 14 minutes.
+    """Raise ConnectionError if nobody listens at HOST:PORT; Ray itself tries for 14 minutes.
 
     Args:
-        address: as `ray.init` takes it; of `auto` that of `RAY_ADDRESS`. Others pass.
+        address: as `ray.init` takes it; `auto` stands for `RAY_ADDRESS`. Other forms pass.
     """
     given = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
     host, _, port = given.rpartition(":")
@@ -238,21 +236,21 @@ def check_reachable(address: str) -> None:
 
 
 def clusters_of_others(proc: Path = _PROCESSES) -> set[str]:
-    """Return the addresses of the clusters whose raylets here are of other users."""
+    """Return the addresses of the clusters whose raylets on this machine belong to other users."""
     found = _clusters(proc)
     own = found.pop(os.getuid(), set())
     return set().union(*found.values()) - own
 
 
 def _clusters(proc: Path) -> dict[int, set[str]]:
-    """Return the clusters' addresses by the user whose raylets here belong to them."""
+    """Return the addresses of the clusters by the user who runs their raylets on this machine."""
     found: dict[int, set[str]] = {}
     for process in proc.glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             user = process.stat().st_uid
         except OSError:
-            # it has ended
+            # The process has ended.
             continue
         if os.path.basename(words[0]) == b"raylet":
             addresses = [w.removeprefix(_OPTION) for w in words if w.startswith(_OPTION)]
@@ -260,12 +258,12 @@ def _clusters(proc: Path) -> dict[int, set[str]]:
     return found
 
 
-# --- room -----------------------------------------------------------------------------------------
+# --- reservation ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def reserve(parts: Sequence[Resources], strategy: str) -> Iterator[PlacementGroup]:
-    """Ask for bundles, and keep them while open. Ray replaces those of a node that is lost.
+    """Request bundles, and keep them while open. Ray replaces the bundles of a lost node.
 
     Args:
         strategy: PACK | SPREAD.
@@ -290,9 +288,9 @@ def wait_for_room(
 
     Args:
         what: "the trainer" or "the engines", for messages.
-        tick: called all the time while this waits.
+        tick: called repeatedly while this waits.
 
-    Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
+        Raises RunFailed if there is no room within `limit_s` (cluster.start_timeout_s).
     """
     deadline = time.monotonic() + limit_s
     while not group.wait(timeout_seconds=WAIT_S):

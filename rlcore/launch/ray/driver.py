@@ -1,4 +1,4 @@
-"""`rlcore train` with `cluster.launcher: ray`: places the parts of a run and restarts lost ones.
+"""`rlcore train` with `cluster.launcher: ray`: places the parts of a run, restarts lost ones.
 
 this process    the ranks' store, the terminal, signals
 run status      a small actor for `rlcore status`, `rlcore stop` and the output of rank 0
@@ -41,7 +41,7 @@ from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
-CONCURRENT = 1000  # calls of an actor at a time
+CONCURRENT = 1000  # simultaneous calls of an actor
 
 
 def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
@@ -49,19 +49,19 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
 
     Raises:
         UserError: bad input, or no cluster at `cluster.ray.address`.
-        RunFailed: a rank failed, or was lost more than `cluster.max_restarts` times; the message is
-            as under `local`.
+        RunFailed: a rank failed, or was lost more than `cluster.max_restarts` times. The message is
+            the same as under `local`.
     """
     check_input(loaded.config, world_size(loaded.config), resume=resume, overwrite=overwrite)
     requests = Requests()
     with ExitStack() as last, connected(loaded.config) as cluster, ExitStack() as stack:
-        # Signals are counted until all is closed, so that they do not change the exit code.
+        # Count signals until everything is closed, so that they do not change the exit code.
         last.enter_context(requests.counting_signals())
         return Driver(loaded, cluster, stack, requests).run(resume=resume, overwrite=overwrite)
 
 
 class Driver:
-    """Drives one run. Whatever it makes ends with `stack`."""
+    """Drives one run. `stack` ends all parts that it makes."""
 
     def __init__(
         self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: Requests
@@ -74,37 +74,37 @@ class Driver:
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
-        # the ranks were asked to end
+        # Whether the ranks were asked to end.
         self._stopping = False
         self._run_status: Any = None
         self._hosts: list[Any] = []
         self._restarts = 0
-        # the ranks have taken the run's folder
+        # Whether the ranks have opened the run's folder.
         self._opened = False
-        # ... and this attempt resumes it
+        # Whether this attempt resumes that run.
         self._resumes = False
         self._began = time.time()
         self._earlier = result_mark(self.config)
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
-        """Place all parts, start the ranks until they end well, and return the exit code."""
+        """Place all parts, restart the ranks until they succeed, and return the exit code."""
         with self._requests.interrupting_on_second(), self._writing_a_result():
             self._open_run_status()
             placement = self._cluster.placement
-            # The trainer's bundles come first and stay for all attempts: it needs whole nodes, and
-            # engines go anywhere.
+            # The trainer needs whole nodes and engines fit anywhere, so the trainer's bundles come
+            # first. They stay for all attempts.
             trainer = self._stack.enter_context(reserve(placement.trainer, "PACK"))
             self._wait_for(trainer, "the trainer")
             engines = None
             if placement.engines:
                 engines = self._stack.enter_context(reserve(placement.engines, "SPREAD"))
                 self._wait_for(engines, "the engines")
-            # before the engines' bundles are given back
+            # The stack ends the engines before it returns their bundles.
             self._stack.callback(self._end_hosts)
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
             code = None
-            # an attempt resumes the run that an earlier one has begun
+            # A later attempt resumes the run that an earlier attempt has begun.
             while code is None:
                 code = self._attempt(
                     trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened
@@ -134,8 +134,8 @@ class Driver:
             status = None if result is None or not is_loss else result["status"]
             if status in FINISHED or (status == "interrupted" and self._stopping):
                 warn(
-                    f"trainer {failure}, after the end of the run: an upload, or the last word to a"
-                    " tracker, may be missing"
+                    f"trainer {failure}, after the end of the run: an upload or a tracker's"
+                    " last record may be missing"
                 )
                 return 0 if status in FINISHED else INTERRUPTED
             may_restart = self._restarts < self.config.cluster.max_restarts and not self._stopping
@@ -159,7 +159,7 @@ class Driver:
     def _run(
         self, ranks: Ranks, group: PlacementGroup, *, resume: bool, overwrite: bool
     ) -> Failure | None:
-        """Run the ranks, which have been placed, to their end."""
+        """Run the ranks, which have their actors, to their end."""
         if self._cluster.placement.shares_gpus:
             self._end_hosts()
             self._host_engines(group, [gpus for _, _, gpus in ranks.where])
@@ -169,7 +169,7 @@ class Driver:
                 for rank, (node, pid, gpus) in enumerate(ranks.where)
             ]
         )
-        # from here on a stop request ends them cleanly
+        # From here on a stop request ends the ranks cleanly.
         self._ranks = ranks
         for_rank0 = {API_KEY: self._keys.api, ADMIN_KEY: self._keys.admin}
         if self._restarts and not self._cluster.placement.shares_gpus:
@@ -179,13 +179,13 @@ class Driver:
     # --- the parts --------------------------------------------------------------------------------
 
     def _open_run_status(self) -> None:
-        """Make the run status. Raises UserError where a run of this name goes on already."""
+        """Make the run status. Raises UserError if a run of this name is running already."""
         name = self.config.run.name
         run_status = ray.remote(RunStatus).options(
             name=actor_name(name, "status"),
             namespace=NAMESPACE,
             num_cpus=0,
-            # With the loss of the driver's node the run is lost anyway.
+            # The loss of the driver's node ends the run anyway.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             ),
@@ -194,8 +194,8 @@ class Driver:
             self._run_status = run_status.remote()
         except ValueError as error:
             raise UserError(
-                f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`,"
-                " or choose another run.name"
+                f"run {name!r} is running on this cluster already: end it with"
+                f" `rlcore stop {name}`, or choose another run.name"
             ) from error
         self._requests.follow(self._run_status)
         self._stack.callback(lambda: end_named([actor_name(name, "status")]))
@@ -214,12 +214,12 @@ class Driver:
         """Make an actor for each engine, in its bundle.
 
         Args:
-            gpus: those of each rank, for engines that share them.
+            gpus: each rank's GPUs, for engines that share them.
         """
         placement = self._cluster.placement
         width = self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
-        # Without duplicates: several ranks may share a GPU.
+        # Several ranks may share a GPU, so drop duplicates.
         rank_gpus = list(dict.fromkeys(gpu for names in gpus for gpu in names))
         for index, bundle in enumerate(placement.hosts):
             shared = rank_gpus[index * width : (index + 1) * width]
@@ -242,14 +242,14 @@ class Driver:
         end_named([host_name(name, index) for index in range(len(self._hosts))])
         self._hosts = []
 
-    # --- meanwhile --------------------------------------------------------------------------------
+    # --- polling ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Print the output of rank 0, and pass on requests to stop."""
         self._requests.check()
         if not self._requests.count:
             return
-        # Without ranks no step is under way that could be finished.
+        # Without ranks there is no step to finish.
         if self._ranks is None or self._requests.count > 1:
             raise KeyboardInterrupt
         if not self._stopping:
@@ -258,7 +258,7 @@ class Driver:
 
     @contextmanager
     def _writing_a_result(self) -> Iterator[None]:
-        """Write the result of a run that is interrupted at once, or cannot be resumed."""
+        """Write the result of a run that was interrupted at once or cannot be resumed."""
         try:
             yield
         except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""Engines on a cluster: an actor owns an engine's server, which is used directly, by its URL.
+"""Engines on a cluster: an actor owns an engine's server; clients use the server's URL directly.
 
-Actors belong to the driver, so that an engine outlives rank 0. When a node is lost, Ray starts
-its actors elsewhere; the service's fleet then starts the server in it, as for any failed engine.
+Actors belong to the driver, so that an engine outlives rank 0. When a node is lost, Ray starts its
+actors elsewhere, and the service's fleet restarts their servers, as it does for any failed engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.engines.child_process import Server
 from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
 
 LOOPBACK = "127.0.0.1"
-# Variables of rank 0, with which its rollout service joins the cluster on the same node.
+# Variables of rank 0 by which its rollout service joins the cluster on the same node.
 ADDRESS = "RAY_ADDRESS"
 NODE_ADDRESS = "RLCORE_NODE_ADDRESS"
 
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineHost:
-    """The actor of one engine: starts, watches and ends its server, which also ends with the actor.
+    """The actor of one engine: starts, watches and ends its server, which never outlives it.
 
     Args:
-        folder: the driver's.
+        folder: the driver's working directory.
         keys: for SGLang's servers; an embedded engine takes one of them.
-        gpus: the names of its GPUs; empty for those that Ray lets this process see.
+        gpus: the names of the engine's GPUs; empty: the GPUs that Ray shows this process.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class EngineHost:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._gpus = tuple(gpus)
         self._server = _server(config, index, keys, gpus)
-        # the newest start, perhaps finished
+        # The newest start, which may be finished.
         self._starting: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
         """Start the server, unless a lost service has started it already; return its URL."""
         ended = self._server.ended
         starting = self._starting
-        # also while it is starting
+        # A server that is starting counts as running.
         runs = ended is not None and not ended.done()
         if starting is None or (starting.done() and not runs):
             starting = self._starting = asyncio.ensure_future(self._server.start())
@@ -71,11 +71,11 @@ class EngineHost:
         return self._server.describe_end()
 
     async def gpus(self) -> tuple[str, ...]:
-        """The names of the GPUs that it shares with the trainer."""
+        """Return the names of the GPUs that the engine shares with the trainer."""
         return self._gpus
 
     async def pid(self) -> int | None:
-        """The server's process id."""
+        """Return the server's process id."""
         return self._server.pid
 
     async def stop(self) -> None:
@@ -96,7 +96,7 @@ class EngineHost:
 
 
 def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Server:
-    """Make a server, not started, that listens where other nodes reach it."""
+    """Make a server, without starting it, that listens where other nodes reach it."""
     config = config.model_copy(deep=True)
     engine = config.rollout.engine
     if engine.host == LOOPBACK:
@@ -106,13 +106,13 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
 
 
 class HostedServer:
-    """The server of an `EngineHost`, as the service uses it, from one event loop.
+    """The service's handle on the server of an `EngineHost`, for one event loop.
 
     Implements `rollout.engines.child_process.Server`.
 
     Args:
-        placement_timeout_s: for the actor to be up, before the server's own deadline begins: Ray
-            may notice a lost node after half a minute, and has to find another one.
+        placement_timeout_s: for the actor to be up, before the server's own deadline begins. Ray
+            may need half a minute to detect a lost node, and then has to find another.
     """
 
     managed = True
@@ -121,18 +121,18 @@ class HostedServer:
         self._host = host
         self.name = name
         self._placement_timeout_s = placement_timeout_s
-        # the host was asked to start it
+        # Whether the host was asked to start the server.
         self._begun = False
-        # for the newest start; None while it is starting
+        # The end of the newest start; None while the server is starting.
         self._ended: asyncio.Task[str] | None = None
         self.pid: int | None = None
-        # once it was started
+        # Known once the server was started.
         self.gpus: tuple[str, ...] = ()
 
     async def start(self) -> str:
         """Start the server and return its URL.
 
-        Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no place for it.
+        Raises the errors of `EngineHost.start`, and DeadlineExceeded if the cluster has no room.
         """
         await within(
             self._placement_timeout_s,
@@ -156,16 +156,16 @@ class HostedServer:
         try:
             return str(await answer(self._host.wait_ended.remote(), what=f"engine {self.name}"))
         except RlcoreError as error:
-            # its actor, or the node, is gone
+            # The actor or its node is gone.
             return str(error)
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done once the server or its actor has ended; None before it runs."""
+        """The task that is done once the server or its actor has ended; None before the start."""
         return self._ended
 
     def describe_end(self) -> str:
-        """Describe how the server has ended."""
+        """Describe the end of the server."""
         if self._ended is None or not self._ended.done():
             return "it still runs"
         return self._ended.result()
@@ -179,7 +179,7 @@ class HostedServer:
         await self._end("kill")
 
     async def _end(self, how: str) -> None:
-        """Let the actor end the server; an actor that does not answer is killed, and restarted."""
+        """Make the actor end the server; an actor that does not answer is killed and restarted."""
         if not self._begun or (self._ended is not None and self._ended.done()):
             return
         try:
@@ -191,21 +191,21 @@ class HostedServer:
             logger.warning("%s; it is killed", error)
             ray.kill(self._host, no_restart=False)
         except RlcoreError as error:
-            # recovery: none is needed, it is gone
+            # No recovery is needed: the actor is gone.
             logger.info("%s", error)
         if self._ended is not None:
             await asyncio.wait({self._ended}, timeout=END_SERVER_S)
 
 
 def host_name(run: str, index: int) -> str:
-    """The name of an engine's actor."""
+    """Return the name of an engine's actor."""
     return actor_name(run, engine_name(index))
 
 
 def cluster_engines(config: Config) -> list[RolloutEngine]:
     """Make the engines of a run that are actors, without starting them.
 
-    This process, the rollout service's or rank 0's, joins the cluster unless it is in it.
+    This process (the rollout service or rank 0) first joins the cluster, if necessary.
     """
     if not ray.is_initialized():
         ray.init(

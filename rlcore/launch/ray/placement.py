@@ -1,7 +1,7 @@
-"""Computes what a run asks a Ray cluster for, and where its parts go. Pure: no ray, no torch.
+"""Computes a run's resource requests to Ray and the bundles of its parts. Pure: no ray, no torch.
 
 A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Each engine
-has a bundle of its own, and they are spread. Colocated engines are in the trainer's only bundle.
+has its own bundle, and these are spread. Colocated engines are in the trainer's only bundle.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Placement:
     """The resources of each part, by Ray's names."""
 
     rank: Resources  # of one rank
-    trainer: tuple[Resources, ...]  # a bundle a node, for its ranks one after the other
+    trainer: tuple[Resources, ...]  # a bundle per node, for its ranks in order
     engine: Resources  # of one engine
-    # a bundle for each engine; () where there are none, or they are in the trainer's
+    # A bundle for each engine; () without engines, or if they are in the trainer's bundle.
     engines: tuple[Resources, ...]
-    # the index of each engine's bundle, in `engines` or else in `trainer`
+    # The index of each engine's bundle in `engines`, or in `trainer` if `engines` is empty.
     hosts: tuple[int, ...]
 
     @property
@@ -39,7 +39,7 @@ class Placement:
 
 
 def place(config: Config, *, has_gpus: bool) -> Placement:
-    """Place a run on a cluster with GPUs, or with CPUs only."""
+    """Return the placement of a run on a cluster with GPUs, or with CPUs only."""
     cluster = config.cluster
     engine = config.rollout.engine
     asked = cluster.ray
@@ -51,7 +51,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     node = _resources(
         asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0
     )
-    # Colocated engines are on one node, on the GPUs of its ranks, and need CPUs of their own.
+    # Colocated engines are on one node and its ranks' GPUs, but need their own CPUs.
     if engine.colocated and count:
         host = _resources(asked.engine_cpus, 0.0)
         node = added(node, *(host,) * count)
@@ -67,10 +67,10 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
 
 
 def lacking(placement: Placement, cluster: Mapping[str, float]) -> str | None:
-    """Say what the whole cluster has too little of, or None.
+    """Name the resources of which the whole cluster has too little; None if it has enough.
 
     Args:
-        cluster: its resources, used and free.
+        cluster: the cluster's resources, used and free.
     """
     short = [
         f"{amount:g} {name} (the cluster has {cluster.get(name, 0.0):g})"
@@ -89,7 +89,7 @@ def added(*parts: Resources) -> Resources:
 
 
 def bundles(parts: Sequence[Resources]) -> list[Resources]:
-    """Leave out zero amounts, and fill an empty bundle: Ray refuses both."""
+    """Leave out zero amounts, and fill an empty bundle; Ray rejects both."""
     return [
         {name: amount for name, amount in part.items() if amount} or {"CPU": 0.001}
         for part in parts

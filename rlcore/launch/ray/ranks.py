@@ -1,7 +1,7 @@
-"""Trainer ranks as actors: one attempt of them all, their store, and what their end means.
+"""Trainer ranks as actors: one attempt of all ranks, their store, and the meaning of their end.
 
-The first rank that dies or falls silent ends them all, as in rlcore/launch/local.py. A loss (of a
-process, of a node, by a hang) is worth another attempt; an error of a rank would only repeat.
+The first rank that dies or falls silent ends all ranks, as in rlcore/launch/local.py. The loss of a
+process or a node, or a hang, is worth another attempt; an error of a rank would only repeat.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
 CONNECTIONS_OF_A_RANK = 2  # to the store: its own, and its heartbeat's
-# a node's id, a process id, names of GPUs
+# The node's id, the process id, and the names of the GPUs.
 Where = tuple[str, int, list[str]]
 
 
@@ -59,14 +59,14 @@ class RankActor:
     """Runs one rank, once, in the main thread of its process, in torchrun's environment.
 
     Args:
-        folder: the driver's.
+        folder: the driver's working directory.
     """
 
     def __init__(self, folder: str) -> None:
         enter_folder(folder)
 
     def where(self) -> Where:
-        """The node's id, the process id, the GPUs that Ray gave it."""
+        """Return the node's id, the process id, and the GPUs that Ray assigned to this process."""
         gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
 
@@ -79,21 +79,21 @@ class RankActor:
             environment: the variables that torchrun would set, and for rank 0 the engines' keys.
 
         Raises:
-            RlcoreError: as `rlcore.launch.rank.train_rank`.
+            RlcoreError: the same errors as `rlcore.launch.rank.train_rank`.
         """
-        # the process may have waited for this since long ago
+        # The process may have waited long for this call.
         START.origin = now()
-        # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
+        # A rank sees only the GPUs that Ray assigned, numbered from 0; without any, all GPUs.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
-        # Ray's own setting is one thread; the user's is among the variables.
+        # Ray itself sets one thread; the user's setting is among the variables.
         os.environ.pop(THREADS, None)
         os.environ.update({**environment, **local, SUPERVISED: str(os.getppid())})
         from rlcore.launch.rank import train_rank
 
         if environment["RANK"] == "0":
             print_on_driver(loaded.config.run.name)
-            # for the rollout service, which is a process of its own
+            # The rollout service, another process, joins the cluster by these variables.
             os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
             os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         return train_rank(loaded, resume=resume, overwrite=overwrite, is_checked=True)
@@ -104,7 +104,7 @@ class Ranks:
 
     Args:
         group: the trainer's bundles.
-        tick: called all the time while this waits.
+        tick: called repeatedly while this waits.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class Ranks:
         self.store = dist.PrefixStore(store_prefix(), self._host)
         self._monitor = HeartbeatMonitor(self.store, range(self._count), self.config.cluster)
         self.actors: list[Any] = []
-        # of each rank
+        # The location of each rank.
         self.where: list[Where] = []
-        # the unfinished call of each rank -> the rank
+        # The unfinished calls, with the rank of each.
         self._runs: dict[Any, int] = {}
-        # exit codes of ranks that have ended
+        # The exit codes of the ranks that have ended.
         self.codes: dict[int, int] = {}
-        # errors of ranks that have ended with one
+        # The errors of the ranks that have ended with an error.
         self.errors: dict[int, RlcoreError] = {}
-        # ranks whose process is gone -> when that was seen
+        # The times at which lost ranks were detected.
         self._lost: dict[int, float] = {}
         self._silent = False
         self._failed_at = 0.0
@@ -143,9 +143,9 @@ class Ranks:
     # --- start ------------------------------------------------------------------------------------
 
     def place(self) -> Failure | None:
-        """Make the actors; return a failure if one is lost before it begins.
+        """Make the actors; return a failure if an actor is lost before it begins.
 
-        Raises RunFailed where an actor cannot begin, or does not in time.
+        Raises RunFailed if an actor cannot begin, or does not begin in time.
         """
         limit = self.config.cluster.start_timeout_s
         resources = bundles([self._cluster.placement.rank])[0]
@@ -182,7 +182,7 @@ class Ranks:
         return None
 
     def run(self, *, resume: bool, overwrite: bool, for_rank0: Mapping[str, str]) -> Failure | None:
-        """Run all ranks to their end; return a failure, which ends the run, at once.
+        """Run all ranks to their end, or return a failure, which ends the run, at once.
 
         Args:
             for_rank0: variables for rank 0 and its rollout service.
@@ -206,40 +206,40 @@ class Ranks:
             failure = read_failure(self.store) or self._died() or self._fell_silent()
             if failure is not None:
                 self._failed_at = time.monotonic()
-                # for the other ranks
+                # This notifies the other ranks.
                 post_failure(self.store, failure)
                 return self._cause(failure)
             if not self._runs:
                 return None
 
     def interrupt(self) -> None:
-        """Ask for a clean end after this step."""
+        """Request a clean end after this step."""
         self.store.set("interrupt", "the driver")
 
     # --- the end ----------------------------------------------------------------------------------
 
     def wait_for_peers(self) -> None:
-        """Give the ranks, which know of the failure, time to close what is open and leave."""
+        """Give the ranks, which know of the failure, time to clean up and leave."""
         deadline = time.monotonic() + NOTICE_S + LEAVE_S
         while self._runs and time.monotonic() < deadline:
             self._tick()
             self._collect()
 
     def is_loss(self, failure: Failure) -> bool:
-        """Whether a process or a node was lost, or hung: not what a rank failed at by itself.
+        """Return whether a process or a node was lost or hung, as opposed to an error of a rank.
 
-        Where that is not clear at once, this waits for the ranks to end: Ray takes a while to
-        report a lost node, and a rank to report its error.
+        In doubt this waits for the ranks to end: Ray takes a while to report a lost node, and a
+        rank to report its error.
         """
         if failure.rank in self._lost or self._silent:
             return True
         self.wait_for_peers()
         if failure.waited and read_stuck(self.store) is not None:
-            # a stuck rank kept its peers waiting
+            # A stuck rank kept its peers waiting.
             return True
         if isinstance(self.errors.get(failure.rank), PartLost):
             return True
-        # A rank that ends itself because another one failed takes longer than this.
+        # A rank that ends itself because another rank failed takes longer than this.
         if any(seen < self._failed_at + NOTICE_S for seen in self._lost.values()):
             return True
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -247,14 +247,14 @@ class Ranks:
 
     @property
     def was_opened(self) -> bool:
-        """Whether these ranks have taken the run's folder, so that another attempt resumes it."""
+        """Whether these ranks have opened the run's folder, so that another attempt resumes it."""
         return was_opened(self.store)
 
     def report(self, failure: Failure) -> int:
-        """Return the exit code of an interrupted run, else raise the run's failure.
+        """Return the exit code of an interrupted run; raise the failure of any other.
 
         Raises:
-            RlcoreError: what rank 0 raised, or a description of `failure`.
+            RlcoreError: the error of rank 0, or a description of `failure`.
         """
         error = self.errors.get(0)
         if isinstance(error, UserError | EmptyBatch):
@@ -271,7 +271,7 @@ class Ranks:
         raise RunFailed(describe_failure(failure, self.config.run))
 
     def end(self) -> None:
-        """End every actor at once, and wait until Ray says that they are gone."""
+        """End every actor at once, and wait until Ray reports that they are gone."""
         for actor in self.actors:
             ray.kill(actor)
         if self._runs:
@@ -281,7 +281,7 @@ class Ranks:
     # --- finding failures -------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Note every rank that has ended."""
+        """Record every rank that has ended."""
         if not self._runs:
             return
         ended, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=POLL_S)
@@ -290,14 +290,14 @@ class Ranks:
             try:
                 self.codes[rank] = ray.get(ref)
             except RayActorError:
-                # else it is not needed any more
+                # After the end of the run only rank 0 is still needed.
                 if rank == 0 or not has_ended(self.store):
                     self._lost[rank] = time.monotonic()
             except RayError as error:
                 self.errors[rank] = translate_error(error, f"rank {rank}")
 
     def _cause(self, failure: Failure) -> Failure:
-        """Return the loss of a rank that caused this failure; Ray may report it a moment later."""
+        """Return the lost rank that caused this failure; Ray may report the loss a moment later."""
         deadline = self._failed_at + PROCESS_LOST_S
         while (
             self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline
@@ -307,7 +307,7 @@ class Ranks:
         return self._first_lost() or failure
 
     def _first_lost(self) -> Failure | None:
-        """The failure of the first rank whose process is gone."""
+        """Return the failure of the first rank whose process is gone."""
         for rank in self._lost:
             where = "before it could begin"
             if rank < len(self.where):
@@ -317,7 +317,7 @@ class Ranks:
         return None
 
     def _died(self) -> Failure | None:
-        """The failure of a rank that is gone, or that ended without posting its error."""
+        """Return the failure of a rank that is gone, or that ended without posting its error."""
         if (lost := self._first_lost()) is not None:
             return lost
         for rank, error in self.errors.items():

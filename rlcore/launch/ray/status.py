@@ -1,7 +1,7 @@
-"""The actor of a run that its driver, its rank 0 and other shells share, and who calls it.
+"""The actor that a run's driver, its rank 0 and other shells share, and its callers.
 
-`rlcore status` reads facts of the run there, `rlcore stop` asks it for the end of the run, and rank
-0 leaves there the lines that the driver prints.
+`rlcore status` reads the facts of the run from it, `rlcore stop` requests the end of the run, and
+rank 0 sends it the lines that the driver prints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlcore.terminal import printable
 
 POLL_S = 0.5
 KEY = "a fixed limit"
-MAX_LINE = 1 << 16  # characters of a line that are shown
+MAX_LINE = 1 << 16  # characters of a printed line
 logger = logging.getLogger(__name__)
 
 
@@ -40,39 +40,39 @@ logger = logging.getLogger(__name__)
 def status(address: str | None) -> Iterator[str]:
     """Yield lines on every run of the cluster, its processes and engines.
 
-    Raises UserError where there is no cluster.
+    Raises UserError if there is no cluster.
     """
     with _connected(address):
         runs = _runs()
         if not runs:
-            yield "no run goes on"
+            yield "no run is running"
         for run in runs:
             yield from _describe(run)
 
 
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
-    """Ask a run for a clean end after its current step, and wait; return a line to print.
+    """Request a clean end of a run after its current step, and wait; return a line to print.
 
     A second request ends the run at once.
 
     Raises:
         UserError: there is no such run, or no cluster.
-        DeadlineExceeded: the run goes on after `timeout_s`.
+        DeadlineExceeded: the run has not ended after `timeout_s`.
     """
     with _connected(address):
         try:
             run_status = status_of(run)
         except ValueError as error:
             there = ", ".join(_runs()) or "none"
-            raise UserError(f"no run {run!r} goes on here; there is {there}") from error
+            raise UserError(f"no run {run!r} is running here; there is {there}") from error
         get(run_status.stop.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY)
         deadline = time.monotonic() + timeout_s
         while run in _runs():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout):"
-                    " its step at hand may take longer, and it ends after that; `rlcore stop` once"
-                    " more ends it at once, without a checkpoint"
+                    f"run {run} was asked to stop and is still running after"
+                    f" {timeout_s:g} s (--timeout): its current step may take longer, and the run"
+                    " ends after it; a second `rlcore stop` ends it at once, without a checkpoint"
                 )
             time.sleep(POLL_S)
     return f"run {run} has ended: continue it with --resume"
@@ -94,7 +94,7 @@ def _connected(address: str | None) -> Iterator[None]:
 
 
 def _runs() -> list[str]:
-    """The names of all runs on the cluster."""
+    """Return the names of all runs on the cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
     return [name.removesuffix("/status") for name in names if name.endswith("/status")]
@@ -106,10 +106,10 @@ def _describe(run: str) -> Iterator[str]:
             status_of(run).read.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY
         )
     except (RlcoreError, ValueError):
-        # it has ended meanwhile
+        # The run has ended meanwhile.
         return
     folder = Path(facts["folder"])
-    # this machine may lack the file
+    # This machine may lack the file.
     metrics = RunDirectory(folder).metrics_path
     rows = read_metrics(metrics) if metrics.is_file() else []
     step = rows[-1]["step"] if rows else 0
@@ -128,7 +128,7 @@ def _describe(run: str) -> Iterator[str]:
 
 
 class RunStatus:
-    """The actor: one call at a time, those of one caller in their order."""
+    """The actor. It handles one call at a time, and the calls of one caller in order."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -140,11 +140,11 @@ class RunStatus:
         self._facts = facts
 
     def read(self) -> dict[str, Any]:
-        """All facts."""
+        """Return all facts."""
         return self._facts
 
     def stop(self) -> None:
-        """Ask for a clean end after the current step; a second request ends the run at once."""
+        """Request a clean end after the current step; a second request ends the run at once."""
         self._stops += 1
 
     def say(self, stream: str, line: str) -> None:
@@ -159,12 +159,12 @@ class RunStatus:
 
 
 def status_of(run: str) -> Any:
-    """Find the status actor of a run. Raises ValueError where there is none."""
+    """Find the status actor of a run. Raises ValueError if there is none."""
     return ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
 
 
 def print_on_driver(run: str) -> None:
-    """Send what this process prints to the driver's terminal from now on."""
+    """Send the output of this process to the driver's terminal from now on."""
     run_status = status_of(run)
 
     def send(stream: str, line: str) -> None:
@@ -172,7 +172,7 @@ def print_on_driver(run: str) -> None:
             call = run_status.say.remote(stream, line[:MAX_LINE])
             get(call, limit_s=STATUS_ANSWER_S, what="the driver", key=KEY)
         except RunFailed:
-            # recovery: the driver is gone, and with it the terminal
+            # No recovery is possible: the terminal is gone with the driver.
             logger.info("not printed: %s", line.rstrip())
 
     sys.stdout = LineStream(lambda line: send("out", line))
@@ -182,7 +182,7 @@ def print_on_driver(run: str) -> None:
 class Requests:
     """In the driver: prints the lines of rank 0, and counts requests to end the run.
 
-    Requests are signals of this process and calls of `rlcore stop`. The first asks for a clean end
+    Requests are signals to this process and calls of `rlcore stop`. The first requests a clean end
     after this step, the second ends the run at once.
     """
 
@@ -191,17 +191,17 @@ class Requests:
         self._stops = 0
         self._interrupts = False
         self._run_status: Any = None
-        # the call that is under way; none once the actor is lost
+        # The pending call; empty once the actor is lost.
         self._news: list[Any] = []
 
     @property
     def count(self) -> int:
-        """The requests so far."""
+        """The number of requests so far."""
         return self._signals + self._stops
 
     @contextmanager
     def counting_signals(self) -> Iterator[None]:
-        """Only count signals while open, so that they do not interrupt what is being closed."""
+        """Only count signals while open, so that they do not interrupt the cleanup."""
 
         def count(_number: int, _frame: object) -> None:
             self._signals += 1
@@ -213,7 +213,7 @@ class Requests:
 
     @contextmanager
     def interrupting_on_second(self) -> Iterator[None]:
-        """Let a second signal raise KeyboardInterrupt in the main thread while open."""
+        """Make a second signal raise KeyboardInterrupt in the main thread while open."""
         self._interrupts = True
         try:
             yield
@@ -221,18 +221,18 @@ class Requests:
             self._interrupts = False
 
     def follow(self, run_status: Any) -> None:
-        """Take lines and requests from this actor from now on."""
+        """Fetch lines and requests from this actor from now on."""
         self._run_status = run_status
         self._news = [run_status.news.remote()]
 
     def check(self) -> None:
-        """Take what the actor has for the driver; never waits."""
+        """Fetch the actor's lines and requests, without waiting."""
         if self._news and ray.wait(self._news, timeout=0)[0]:
             self._take()
 
     def finish(self) -> None:
-        """Print the lines that are left, once rank 0 has ended."""
-        # the call under way may have been answered before the last line came
+        """Print the remaining lines, once rank 0 has ended."""
+        # The pending call may have been answered before the last line came.
         for _ in range(2):
             if self._news:
                 self._take()
@@ -241,7 +241,7 @@ class Requests:
         try:
             self._stops, lines = ray.get(self._news[0], timeout=STATUS_ANSWER_S)
         except RayError:
-            # the actor is lost, and `rlcore stop` with it
+            # The actor is lost, and `rlcore stop` with it.
             self._news = []
             return
         self._news = [self._run_status.news.remote()]

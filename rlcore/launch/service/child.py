@@ -1,6 +1,6 @@
-"""The process of the rollout service: `python -m rlcore.launch.service.child FD`, by rank 0.
+"""The process of the rollout service; rank 0 starts `python -m rlcore.launch.service.child FD`.
 
-It answers calls from the socket FD, which it inherited, and ends with rank 0.
+It answers calls from the inherited socket FD, and ends with rank 0.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from rlcore.launch.service.host import ServiceHost
 from rlcore.timeline.start import now, process_start
 from rollout.asyncio_utils import DaemonExecutor
 
-# Calls that run at a time.
+# Calls that may run simultaneously.
 MAX_CALLS = 256
 logger = logging.getLogger(__name__)
 
 
 class Connection:
-    """The socket to rank 0, from which one thread reads; any thread may send."""
+    """The socket to rank 0. One thread reads from it; any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._sending = threading.Lock()
 
     def send(self, call: int, answer: Any) -> None:
-        """Send an answer; one that cannot be pickled becomes an error."""
+        """Send an answer; an answer that cannot be pickled becomes an error."""
         try:
             parts = frames.encode((call, answer))
         except Exception as error:  # noqa: BLE001 - whatever pickling met
@@ -51,15 +51,15 @@ class Connection:
             frames.send(self._socket, parts)
 
     def line(self, stream: str, text: str) -> None:
-        """Have rank 0 print a line."""
+        """Send a line for rank 0 to print."""
         try:
             self.send(LINE, (stream, text))
-        # recovery: rank 0 is gone, and this process ends
+        # Rank 0 is gone, and this process ends.
         except OSError:
             return
 
     def receive(self) -> Any:
-        """Wait for a message. Raises as `frames.receive`."""
+        """Wait for a message. Raises the errors of `frames.receive`."""
         return frames.receive(self._socket)
 
 
@@ -67,9 +67,9 @@ def main() -> None:
     """Serve until rank 0 ends the service, or is gone."""
     die_with_parent()
     began = process_start()
-    # Rank 0 handles these, and ends this process.
+    # Rank 0 handles these signals, and ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
-        # a handler and not SIG_IGN, which engines and reward workers would inherit
+        # Engines and reward workers would inherit SIG_IGN, but not a handler.
         signal.signal(number, lambda _number, _frame: None)
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
@@ -89,13 +89,13 @@ def main() -> None:
         os._exit(0)
     os.chdir(begin.folder)
     sys.path[:] = begin.path
-    # for reward models, which run here
+    # Reward models run in this process.
     set_up_torch(begin.config)
     asyncio.run(_serve(connection, ServiceHost(begin, early)))
 
 
 def _import_ahead() -> None:
-    """Import what the service needs while rank 0 joins the others and reads its input."""
+    """Import the service's modules while rank 0 joins the other ranks and reads its input."""
     import transformers  # noqa: F401
 
     import rollout.fleet.engine_memory
@@ -135,12 +135,12 @@ async def _serve(connection: Connection, host: ServiceHost) -> None:
 
     threading.Thread(target=read, name="calls", daemon=True).start()
     await closed.wait()
-    # whatever thread a plugin has left
+    # A thread that a plugin has left behind must not keep the process alive.
     os._exit(0)
 
 
 def _sendable(error: BaseException, part: str) -> BaseException:
-    """Return the error for rank 0, as it is if it is ours and survives being sent."""
+    """Return the error to send to rank 0: unchanged if it is ours and can be pickled."""
     if isinstance(error, RlcoreError):
         try:
             pickle.loads(pickle.dumps(error))
@@ -150,8 +150,8 @@ def _sendable(error: BaseException, part: str) -> BaseException:
             return error
     else:
         logger.error("%s failed", part, exc_info=error)
-    place = place_of_error(error)
-    return RunFailed(f"the rollout service: {part}: {type(error).__name__}: {error}{place}")
+        location = place_of_error(error)
+    return RunFailed(f"the rollout service: {part}: {type(error).__name__}: {error}{location}")
 
 
 if __name__ == "__main__":

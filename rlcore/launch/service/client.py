@@ -29,19 +29,19 @@ from rlcore.launch.environment import restarted
 from rlcore.launch.service.frames import Begin, OpenedService
 from rlcore.launch.service.process import ServiceLost, ServiceProcess
 
-ANSWER_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
+ANSWER_KEY = "60 s and cluster.heartbeat_timeout_s, in which a hanging service is replaced"
 SERVICE = "the rollout service"
-# Starts of the process in one run.
+# The limit on starts of the process in a run.
 MAX_STARTS = 6
-# Methods of `RolloutSource` that are repeated at a replacement service, in this order.
+# Methods of `RolloutSource` that are called again on a replacement service, in this order.
 REPLAYED = ("restore", "keep_ledger", "published")
 logger = logging.getLogger(__name__)
 
 
 def begin_service(config: Config, stack: ExitStack) -> ServiceClient | None:
-    """Start the process of the service on rank 0, so that it imports while this one joins others.
+    """Start the service's process on rank 0; it imports while this process joins the other ranks.
 
-    None on other ranks, where nothing generates, and where the service is in rank 0's process.
+    Returns None on other ranks, if nothing generates, and if the service runs in rank 0's process.
 
     Args:
         stack: ends the process.
@@ -62,21 +62,21 @@ class ServiceClient:
         self._process = self._new_process()
         self._starts = 1
         self._begin: Begin | None = None
-        # the process that has got `Begin`
+        # The process that has received `Begin`.
         self._begun: ServiceProcess | None = None
         self._started = False
-        # the newest arguments of methods in REPLAYED
+        # The newest arguments of the methods in REPLAYED.
         self._newest: dict[str, tuple[Any, ...]] = {}
 
-    # --- the service's life -----------------------------------------------------------------------
+    # --- lifecycle --------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
-        """The number of the newest process."""
+        """The process id of the newest process."""
         return self._process.pid
 
     def open(self, config: Config, *, greedy_baseline: bool) -> OpenedService:
-        """Let the service read its prompts. Raises UserError for bad prompts and the like."""
+        """Make the service read its prompts. Raises UserError for bad input."""
         self.config = config
         self._begin = Begin(
             config,
@@ -88,7 +88,7 @@ class ServiceClient:
         return self._open()
 
     def _open(self) -> OpenedService:
-        """Open the service, in another process if this one is lost. Raises RunFailed after many."""
+        """Open the service, restarting a dead process. Raises RunFailed after MAX_STARTS."""
         assert self._begin is not None, "open comes first"
         while True:
             if self._process.lost:
@@ -104,7 +104,7 @@ class ServiceClient:
                     key="cluster.start_timeout_s",
                 )
                 return opened
-            # recovery: another process, as often as it may be started
+            # Recovery: start another process, up to the limit.
             except ServiceLost as error:
                 logger.warning("%s", error)
 
@@ -114,7 +114,7 @@ class ServiceClient:
                 f"the rollout service died {self._starts} times in this run: see logs/service.log"
             )
         self._starts += 1
-        logger.warning("the rollout service died: another process takes its place")
+        logger.warning("the rollout service died: another process replaces it")
         self._process = self._new_process()
 
     def _new_process(self) -> ServiceProcess:
@@ -132,15 +132,15 @@ class ServiceClient:
         self._started = True
 
     def reopen(self) -> None:
-        """Bring the replacement service, after ServiceLost, to the state of the last hand-over.
+        """Restore the state of the last hand-over in a replacement service, after ServiceLost.
 
-        Its engines wait for weights. Raises ServiceLost where engines share the trainer's GPUs:
-        what they hold there is not known any more.
+        Its engines wait for weights. Raises ServiceLost if engines share the trainer's GPUs, since
+        their use of GPU memory is then unknown.
         """
         if self.config.rollout.engine.colocated:
             raise ServiceLost(
-                f"{SERVICE} died, and with it the knowledge of what its engines keep on the"
-                " trainer's GPUs"
+                f"{SERVICE} died, so it is unknown how much of the trainer's GPU memory its"
+                " engines hold"
             )
         self._open()
         if self._started:
@@ -150,7 +150,7 @@ class ServiceClient:
                 self._repeat(method)
 
     def close(self) -> None:
-        """End the service, its engines and its process, within a limit; may be called twice."""
+        """End the service, its engines and its process within a limit; may be called twice."""
         process = self._process
         has_begun = self._begun is process
         if has_begun and not process.lost:
@@ -160,7 +160,7 @@ class ServiceClient:
     # --- calls ------------------------------------------------------------------------------------
 
     def replay(self, method: str, *arguments: Any) -> None:
-        """Call a method in REPLAYED, of the replacement if the service has died."""
+        """Call a method in REPLAYED, on the replacement if the service has died."""
         self.remember(method, *arguments)
         try:
             self._repeat(method)
@@ -168,16 +168,16 @@ class ServiceClient:
             self.reopen()
 
     def remember(self, method: str, *arguments: Any) -> None:
-        """Replay this call at a replacement service."""
+        """Replay this call on a replacement service."""
         self._newest[method] = arguments
 
     @property
     def state(self) -> Any:
-        """The state that a replacement service would restore; None for its beginning."""
+        """The state that a replacement service would restore; None before the first hand-over."""
         return self._newest.get("restore", (None,))[0]
 
     def _repeat(self, method: str) -> None:
-        # A large buffer or a long journal takes its time.
+        # A large buffer or a long journal takes long to read.
         start_s = self.config.cluster.start_timeout_s
         slow = {"limit_s": start_s, "key": "cluster.start_timeout_s"}
         limits: dict[str, Any] = {} if method == "published" else slow
@@ -188,18 +188,18 @@ class ServiceClient:
     ) -> Any:
         """Call a method of the host, from the main thread.
 
-        Raises ServiceLost, DeadlineExceeded, or what the service raised.
+        Raises ServiceLost, DeadlineExceeded, or the error that the service raised.
 
         Args:
-            limit_s: for a service that lives. A service that hangs has
-                `cluster.heartbeat_timeout_s` more, after which it is lost.
+            limit_s: for a service that answers beats. A hanging service has
+                `cluster.heartbeat_timeout_s` more, and is then lost.
         """
         heartbeat_s = self.config.cluster.heartbeat_timeout_s
         call = self._process.call(part, *arguments)
         return _result(call, limit_s=limit_s + heartbeat_s, what=f"{SERVICE}: {part}", key=key)
 
     def begin_publication(self, method: str, *arguments: Any) -> Future[Any]:
-        """Begin a call of `WeightPublication`; "open" is for the replacement of a lost service."""
+        """Begin a call of `WeightPublication`; "open" may go to a replacement service."""
         if method == "open" and self._process.lost:
             self.reopen()
         return self._process.call("publication", method, *arguments)
@@ -244,7 +244,7 @@ class RemoteSource:
         self._client.replay("published", step, version, incarnation)
 
     def snapshot(self) -> dict[str, Any]:
-        """The state of the newest hand-over, which came with it."""
+        """Return the state of the newest hand-over."""
         return dict(self._client.state or self._client.call("source", "snapshot"))
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
@@ -256,10 +256,10 @@ class RemoteSource:
         self._client.replay("keep_ledger", path.absolute())
 
     def close(self) -> None:
-        """Do nothing: whoever made its process closes the service."""
+        """Do nothing: the owner of the process closes the service."""
 
     def _work(self, part: str, *arguments: Any) -> Any:
-        """Make a call that takes as long as generation; None where the service was replaced."""
+        """Make a call that lasts as long as generation; None if the service was replaced."""
         try:
             return self._client.call(
                 part, *arguments, limit_s=self._limit_s, key="rollout.timeout_s"

@@ -1,10 +1,10 @@
-"""Messages over a socket between two processes of our own: pickles, with arrays beside them.
+"""Messages over a socket between two of our processes: pickles, with arrays next to them.
 
 A frame is a header (a mark, the number of buffers, the length of the pickle), the length of each
 buffer, the pickle, and the buffers, each padded to ALIGNMENT. Arrays are buffers (protocol 5): they
-are not copied into the pickle, and the reader's are views of the memory that was read into.
+are not copied into the pickle, and the reader gets views of the memory that it read into.
 
-Only for a socket that this process made and its child inherited: a pickle can run any code.
+A pickle can run any code, so use this only for a socket that a child inherited from its parent.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from rlcore.config import Config
 
 MARK = b"rlsv"
 ALIGNMENT = 16  # bytes, of every array
-MOST_BUFFERS = 1 << 24
-MOST_BYTES = 1 << 38  # of a frame
-SMALL_BYTES = 1 << 16  # of a buffer that is sent together with others
+MAX_BUFFERS = 1 << 24
+MAX_BYTES = 1 << 38  # of a frame
+SMALL_BYTES = 1 << 16  # largest buffer that is joined with others
 _HEADER = struct.Struct("!4sIQ")
 _PADDING = bytes(ALIGNMENT)
-# Instead of the number of a call: a line for the terminal of rank 0.
+# In place of a call's number: the message is a line for the terminal of rank 0.
 LINE = -1
 
 
 @dataclass(frozen=True)
 class Begin:
-    """The first message to the child: what the service is opened with.
+    """The first message to the child, with the arguments for opening the service.
 
     Attributes:
         again: the service replaces a lost one, so some engines may be lost, too.
-        path: where rank 0 imports plugins from.
+        path: the import path of rank 0, for plugins.
         folder: the working directory of rank 0.
     """
 
@@ -51,18 +51,18 @@ class Begin:
 
 @dataclass(frozen=True)
 class OpenedService:
-    """What rank 0 learns when it opens the service."""
+    """The answer to rank 0 when it opens the service."""
 
     num_prompts: int
     prompt_lengths: NDArray[np.int64]
 
 
 class BadFrame(ConnectionError):
-    """What came is no frame of ours: something else has written into the socket."""
+    """The bytes received are not a frame: something else has written into the socket."""
 
 
 def encode(message: Any) -> list[bytes | memoryview]:
-    """Return the parts of a frame. Raises what `pickle` raises."""
+    """Return the parts of a frame. Raises the errors of `pickle`."""
     found: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=found.append)
     buffers = [one.raw() for one in found]
@@ -77,7 +77,7 @@ def encode(message: Any) -> list[bytes | memoryview]:
 
 
 def send(connection: socket.socket, parts: list[bytes | memoryview]) -> None:
-    """Send a frame. One thread at a time. Raises OSError where the other side is gone."""
+    """Send a frame; one thread at a time. Raises OSError if the other side is gone."""
     for chunk in _chunks(parts):
         connection.sendall(chunk)
 
@@ -87,14 +87,14 @@ def receive(connection: socket.socket) -> Any:
 
     Raises:
         EOFError: the other side is gone.
-        BadFrame: what came is no frame.
+        BadFrame: the bytes received are not a frame.
     """
     mark, count, length = _HEADER.unpack(_read(connection, _HEADER.size))
-    if mark != MARK or count > MOST_BUFFERS or length > MOST_BYTES:
+    if mark != MARK or count > MAX_BUFFERS or length > MAX_BYTES:
         raise BadFrame(f"a frame begins with {mark!r}, {count} buffers, {length} bytes")
     sizes = struct.unpack(f"!{count}Q", _read(connection, 8 * count))
     padded = [size + -size % ALIGNMENT for size in sizes]
-    if sum(padded) > MOST_BYTES:
+    if sum(padded) > MAX_BYTES:
         raise BadFrame(f"a frame has buffers of {sum(padded)} bytes")
     body = _read(connection, length)
     memory = memoryview(_read(connection, sum(padded)))

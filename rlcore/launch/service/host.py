@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollout.fleet.engine_memory import FleetMemory
     from rollout.service import RolloutService
 
-# By its number, which is the log of the service: `sys.stderr` leads to rank 0.
+# This descriptor leads to the log of the service; `sys.stderr` leads to rank 0.
 STDERR = 2
 
 
@@ -38,7 +38,7 @@ def build_service(
     *,
     greedy_baseline: bool,
 ) -> tuple[RolloutService, FleetMemory]:
-    """Make the rollout service and the memory of its engines, in this process; start nothing."""
+    """Make the rollout service and its `EngineMemory` in this process, without starting them."""
     from rlcore.data.loading import load_prompts
     from rollout.fleet.engine_memory import FleetMemory
     from rollout.service import RolloutService
@@ -49,10 +49,10 @@ def build_service(
 
 
 class ServiceHost:
-    """Has one `RolloutService`. A call that waits for rollouts blocks no other.
+    """Holds the `RolloutService`. A call that waits for rollouts blocks no other call.
 
     Args:
-        early: has the log records of this process so far.
+        early: the log records of this process so far.
     """
 
     def __init__(self, begin: Begin, early: MemoryHandler) -> None:
@@ -64,12 +64,12 @@ class ServiceHost:
         self._memory: FleetMemory | None = None
 
     async def beat(self) -> None:
-        """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""
+        """Answer at once. A hanging process cannot, and writes its stacks at half the limit."""
         limit_s = self._config.cluster.heartbeat_timeout_s
         faulthandler.dump_traceback_later(limit_s / 2, file=STDERR)
 
     async def open(self) -> OpenedService:
-        """Read and check the input of the service. Raises UserError as `RolloutService`."""
+        """Read and check the input of the service. Raises the UserErrors of `RolloutService`."""
         self._service, self._memory = await asyncio.to_thread(self._build)
         prompts = self.service.prompts
         return OpenedService(len(prompts), prompts.lengths)
@@ -103,13 +103,13 @@ class ServiceHost:
         found = await asyncio.to_thread(self._method(self.service, method), *arguments)
         if method == "restore":
             RECORDER.begin(self.service.ledger.last_step)
-        # the last step has no rollouts behind it
+        # No rollouts follow the last step.
         if method == "published":
             RECORDER.flush(arguments[0])
         return found
 
     async def next_step(self, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:
-        """Return the rollouts of a step, and the state from which another service continues."""
+        """Return the rollouts of a step, and the state from which a replacement continues."""
         found = await self.source("next_step", step)
         if found is not None:
             RECORDER.flush(step)

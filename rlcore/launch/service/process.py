@@ -1,4 +1,4 @@
-"""One process of the rollout service, as rank 0 sees it: calls, and how the process ends."""
+"""A process of the rollout service, as rank 0 uses it: calls, and the end of the process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ServiceLost(PartLost):
 
 
 class ServiceProcess:
-    """A child process with the service. It imports from the beginning, and waits for `Begin`.
+    """A child process with the service. It imports at once, and then waits for `Begin`.
 
     Args:
         on_ray: the service uses a Ray cluster.
@@ -50,13 +50,13 @@ class ServiceProcess:
         self._environment = service_environment(on_ray=on_ray)
         self._is_up = threading.Event()
         self._ended = threading.Event()
-        # Linux ends the process with the *thread* that made it: this one lives as long.
+        # Linux ends the child with the *thread* that made it, so this thread lives as long.
         threading.Thread(target=self._run, args=(theirs,), name="service", daemon=True).start()
         self._is_up.wait(END_RANK_S)
 
     @property
     def pid(self) -> int | None:
-        """The number of the process; None where it could not be made."""
+        """The process id; None if the process could not be started."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -65,7 +65,7 @@ class ServiceProcess:
         return self._lost is not None
 
     def begin(self, message: Begin) -> None:
-        """Send the first message; a process that is gone shows that at the next call."""
+        """Send the first message; if the process is gone, the next call fails."""
         self._send(message)
         limit_s = message.config.cluster.heartbeat_timeout_s
         threading.Thread(
@@ -75,7 +75,7 @@ class ServiceProcess:
     def call(self, part: str, *arguments: Any) -> Future[Any]:
         """Begin a call; its future fails with ServiceLost when the process dies."""
         future: Future[Any] = Future()
-        # whoever stops waiting does not cancel the call
+        # A caller that stops waiting does not cancel the call.
         future.set_running_or_notify_cancel()
         number = next(self._numbers)
         self._calls[number] = future
@@ -85,20 +85,20 @@ class ServiceProcess:
         return future
 
     def end(self, *, wait_s: float) -> None:
-        """Close the socket, which ends the process, and kill it where that is not enough."""
+        """Close the socket, which ends the process; kill a process that remains."""
         if self._process is None or self._ended.wait(wait_s):
             return
         self._shut()
         if not self._ended.wait(END_RANK_S):
-            logger.warning("the rollout service does not end, and is killed")
+            logger.warning("the rollout service does not end and is killed")
             self._process.kill()
             self._ended.wait(END_RANK_S)
 
     def _end_if_silent(self, limit_s: float) -> None:
         """Kill a process that answers no beat for `limit_s`.
 
-        The time until the first answer does not count: the start has a deadline elsewhere. Neither
-        does time in which this process stood still.
+        The time before the first answer does not count, as the start has its own deadline; nor does
+        time in which this process was suspended.
         """
         is_up = False
         while not self._ended.wait(BEAT_S):
@@ -112,7 +112,7 @@ class ServiceProcess:
                 if is_up and now - asked > limit_s and self._process is not None:
                     logger.warning(
                         "the rollout service was silent for %.0f s (cluster.heartbeat_timeout_s):"
-                        " it is made anew",
+                        " it is restarted",
                         now - asked,
                     )
                     self._process.kill()
@@ -124,17 +124,17 @@ class ServiceProcess:
         try:
             with self._sending:
                 frames.send(self._socket, parts)
-        # recovery: the reader finds the end of the socket, and fails the calls
+        # Recovery: the reader finds the end of the socket, and fails the calls.
         except OSError as error:
             logger.info("a call of the rollout service could not be sent: %s", error)
             self._shut()
 
     def _shut(self) -> None:
-        # it may be closed
+        # The socket may be closed already.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    # --- the thread of the process ----------------------------------------------------------------
+    # --- thread of the process --------------------------------------------------------------------
 
     def _run(self, theirs: socket.socket) -> None:
         with theirs:
@@ -144,7 +144,7 @@ class ServiceProcess:
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     env=self._environment,
-                    # Ctrl-C is for rank 0
+                    # In its own session the process gets no Ctrl-C, which is for rank 0.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -152,10 +152,10 @@ class ServiceProcess:
         self._is_up.set()
         if self._process is None:
             return
-        # A process that the service left behind may keep the socket open.
+        # A process that the service left behind may keep the socket open, so watch for the exit.
         threading.Thread(target=self._watch, name="service's end", daemon=True).start()
         why = self._read()
-        # which ends a process that still runs
+        # This ends a process that is still running.
         self._shut()
         try:
             code = self._process.wait(END_RANK_S)
@@ -174,7 +174,7 @@ class ServiceProcess:
         self._shut()
 
     def _read(self) -> str:
-        """Give answers to the calls until the process is gone; return why."""
+        """Resolve the calls with their answers until the process is gone; return why."""
         try:
             while True:
                 number, found = frames.receive(self._socket)

@@ -63,5 +63,5 @@ def test_a_peer_that_does_not_come_is_an_error_of_one_line(
         raise error
 
     monkeypatch.setattr(dist, "init_process_group", fail)
-    with pytest.raises(RunFailed, match=f"rank 0 cannot meet the other ranks at {store.folder}: "):
+    with pytest.raises(RunFailed, match=f"rank 0 cannot join the other ranks at {store.folder}: "):
         meet()

@@ -144,7 +144,7 @@ def test_the_status_of_a_run_that_goes_on_names_its_process(tmp_path: Path) -> N
         assert held.stdout is not None
         held.stdout.readline()
         assert next(describe_run(tmp_path / "a")).startswith(
-            f"a: step 0, goes on (pid {held.pid} on"
+            f"a: step 0, is running (pid {held.pid} on"
         )
     finally:
         held.kill()

@@ -86,16 +86,16 @@ def test_what_differs_is_named_with_its_origin_and_its_step(
     assert lines[lines.index("  packages.torch") + 2] == "    B  2.1"
     assert "  packages.numpy" not in lines
     assert lines[lines.index("  fingerprint") + 1] == "    A  f0"
-    assert "metrics, exactly: they part at step 2, 1 of them" in lines
+    assert "metrics, exactly: they diverge at step 2, 1 of them" in lines
     assert "  rollout/reward  0.5  0.5000001" in lines
-    at = lines.index("metrics, beyond 0.001 of their size: they part at step 3, 2 of them")
+    at = lines.index("metrics, beyond 0.001 of their size: they diverge at step 3, 2 of them")
     assert lines[at + 1 :] == [
         "  policy/entropy_avg  (absent)  1.0",
         "  objective/kl        0.250  0.300",
     ]
     _, out = compare(capsys, a, b, "--tolerance", "0.5")
     lines = out.splitlines()
-    at = lines.index("metrics, beyond 0.5 of their size: they part at step 3, 1 of them")
+    at = lines.index("metrics, beyond 0.5 of their size: they diverge at step 3, 1 of them")
     assert lines[at + 1 :] == ["  policy/entropy_avg  (absent)  1.0"]
 
 

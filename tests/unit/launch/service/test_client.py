@@ -167,7 +167,7 @@ def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     with pytest.raises(ServiceLost):
         client.call("die")
     with pytest.raises(
-        ServiceLost, match="the knowledge of what its engines keep on the trainer's GPUs"
+        ServiceLost, match="it is unknown how much of the trainer's GPU memory its engines hold"
     ):
         client.begin_publication("open", ())
 
