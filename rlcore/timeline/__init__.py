@@ -1,1 +1,1 @@
-"""The timeline of a run: spans are recorded as it goes, and read for Perfetto and for the page."""
+"""The timeline of a run: records spans, and reads them for Perfetto and for the page."""

@@ -2,10 +2,10 @@
 
 Unpacked, a file is an array of events without its closing bracket, as Perfetto and chrome://tracing
 accept it. They read only the first member of a gzip file, so it must be unpacked. A process appends
-its events as one gzip member a step. The member's header has a field of ours with its size and its
-step, so a reader unpacks only the steps that it wants. What a kill tore is cut off at the next
-start. A member without events makes void what was recorded before of steps after its own. A full
-file becomes <process>.older.json.gz, over the one before.
+its events as one gzip member per step. An extra field in the member's header has its size and step,
+so a reader unpacks only the steps that it wants. The next start cuts off an incomplete member. A
+member without events makes void the earlier records of steps after its own. A full file becomes
+<process>.older.json.gz, in place of the previous one.
 
 Times are of the wall clock, in microseconds.
 """
@@ -26,33 +26,33 @@ import orjson
 from rlcore.errors import DataError
 
 FOLDER = "timeline"
-MAIN = "rank_0"  # the process whose steps all others are cut to
-# Groups of tracks in the order in which they are shown, by how their names begin.
+MAIN = "rank_0"  # the process whose steps bound those of all others
+# The display order of groups of tracks, by the beginning of their names.
 ORDER = ("rank ", "publication", "rollouts", "engine ", "tools", "rewards")
-# A request may last over several steps, and is recorded with the step in which it ends.
+# A request may span several steps, and is recorded with the step in which it ends.
 MAX_STEPS_OF_A_REQUEST = 4
 # A gzip header (RFC 1952) whose extra field "rl" holds: bytes of the member, time of writing,
 # step, records that were lost, and whether later steps are void.
 HEADER = struct.Struct("<4sIBBH2sHIqqI?")
 MAGIC = b"\x1f\x8b\x08\x04"
 LEVEL = 1
-MAX_BYTES = 1 << 30  # of the events of a step: a damaged file must not fill the memory
+MAX_BYTES = 1 << 30  # of a step's events, lest a damaged file fill the memory
 Track = tuple[str, str]
 Event = dict[str, Any]
-# kind ("X", "i" or "C"), track, name, begin and end (s of the process's clock), arguments
+# Kind ("X", "i" or "C"), track, name, begin and end (s of the process's clock), arguments.
 Record = tuple[str, Track, str, float, float, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Span:
-    """What was done on a track of the timeline.
+    """An event on a track of the timeline.
 
     Attributes:
         kind: "X" a span, "i" a moment, "C" the value of a counter.
         group: a rank, an engine, the reward workers, ...
-        lane: of the group; the spans of a lane nest.
+        lane: a track of the group; the spans of a lane nest.
         begin: seconds since the beginning of the `Timeline`.
-        step: with which it was recorded.
+        step: the step with which it was recorded.
     """
 
     kind: str
@@ -66,17 +66,17 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of some steps, by their begin.
+    """The spans of some steps, ordered by begin.
 
     Attributes:
-        windows: of each step, from where rank 0 began to record it to where it had done so.
-        lost: records for which there was no room in memory.
+        windows: for each step, the times between which rank 0 recorded it.
+        lost: the number of records for which there was no room in memory.
     """
 
     spans: list[Span]
@@ -88,10 +88,10 @@ class Timeline:
 
 
 class TimelineFile:
-    """Writes the timeline of one process; makes nothing before the first event.
+    """Writes the timeline of one process; creates no file before the first event.
 
     Args:
-        limit_bytes: of this file and the older one together.
+        limit_bytes: the limit on this file and the older file together.
     """
 
     def __init__(self, folder: Path, process: str, *, limit_bytes: int) -> None:
@@ -102,7 +102,7 @@ class TimelineFile:
         self._offset = time.time() - time.perf_counter()
 
     def begin(self, after: int) -> None:
-        """Make void what was recorded of steps after `after`: the run goes on from there."""
+        """Make void the records of steps after `after`, from which the run continues."""
         self._append(b"", after, voids=True)
 
     def append(self, step: int, records: Sequence[Record], *, lost: int = 0) -> None:
@@ -145,7 +145,7 @@ class TimelineFile:
         return event
 
     def _microseconds(self, clock: float) -> int:
-        # whole numbers nest as the spans do
+        # Rounded times nest as the spans do.
         return round((clock + self._offset) * 1e6)
 
 
@@ -164,7 +164,7 @@ def _names(tracks: Iterable[Track]) -> Iterator[Event]:
 
 
 def _numbers(track: Track) -> tuple[int, int]:
-    """Return the numbers of a group and a track, the same in the files of all processes."""
+    """Return the ids of a group and a track, the same in the files of all processes."""
     group = zlib.crc32(track[0].encode(errors="replace")) >> 1
     return group or 1, zlib.crc32("/".join(track).encode(errors="replace")) >> 1 or 1
 
@@ -174,11 +174,11 @@ def _numbers(track: Track) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Member:
-    """The records of a step in a file of one process, or the word that later steps are void.
+    """A step's records in the file of a process, or the mark that later steps are void.
 
     Attributes:
-        begin, size: where it lies in the file, in bytes.
-        at: when it was written, in microseconds.
+        begin, size: the offset and size in the file, in bytes.
+        at: the time of writing, in microseconds.
     """
 
     path: Path
@@ -191,15 +191,15 @@ class Member:
 
     @property
     def process(self) -> str:
-        """The process that wrote it."""
+        """The process that wrote the member."""
         return self.path.name.partition(".")[0]
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yield the members of a file, in order; not one that is being written, or was torn.
+    """Yield the complete members of a file, in order.
 
     Raises:
-        DataError: there is something else in the file.
+        DataError: the file holds other content.
     """
     with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size
@@ -219,7 +219,7 @@ def events(member: Member) -> list[Event]:
     """Read the events of a step.
 
     Raises:
-        DataError: they are damaged.
+        DataError: the events are damaged.
     """
     with open(member.path, "rb") as file:
         file.seek(member.begin)
@@ -228,7 +228,7 @@ def events(member: Member) -> list[Event]:
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
         content = unpacker.decompress(packed, MAX_BYTES)
         if not unpacker.eof:
-            raise ValueError("they do not end")
+            raise ValueError("no end")
         found: list[Event] = orjson.loads(b"[" + content.strip(b"[,\n") + b"]")
         return found
     except (ValueError, zlib.error) as error:
@@ -239,17 +239,17 @@ def events(member: Member) -> list[Event]:
 
 
 def recorded_steps(run: Path) -> list[int]:
-    """Return the steps of which rank 0 has a timeline, in order."""
+    """Return the steps that rank 0 has recorded, in order."""
     return _steps_of_main(_valid_members(run / FOLDER))
 
 
 def read_spans(run: Path, first: int | None = None, last: int | None = None) -> Timeline:
-    """Read the timeline of steps `first` to `last`, by default all: what overlaps their time.
+    """Read the spans that overlap steps `first` to `last`, by default all steps.
 
-    Steps that a resumed run has made again are read as they were made last.
+    Of a step that a resumed run has repeated, the last records count.
 
     Raises:
-        DataError: there is none of these steps, or a file is damaged.
+        DataError: there is no timeline of these steps, or a file is damaged.
     """
     found = _valid_members(run / FOLDER)
     steps = _steps_of_main(found)
@@ -262,9 +262,9 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
     windows = _windows(spans, wanted)
     begin = min(window[0] for window in windows.values())
     end = max(window[1] for window in windows.values())
-    # what takes no whole microsecond takes one
+    # A span shorter than a microsecond counts as one.
     chosen = [s for s in spans if s.begin < end and max(s.end, s.begin + 1) > begin]
-    # of what had begun before the first step
+    # Some spans began before the first step.
     origin = min(span.begin for span in chosen)
     moved = [replace(s, begin=(s.begin - origin) / 1e6, end=(s.end - origin) / 1e6) for s in chosen]
     return Timeline(
@@ -277,8 +277,8 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
 def _none(run: Path, steps: list[int]) -> str:
     if not (run / FOLDER).is_dir():
         return (
-            f"{run} has no timeline ({run / FOLDER}): it is no run, or its tracking.timeline_mb is"
-            " 0, or no step has ended"
+            f"{run} has no timeline ({run / FOLDER}): it is not a run, or its"
+            " tracking.timeline_mb is 0, or no step has ended"
         )
     has = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step has ended"
     return f"{run}: no timeline of these steps; {has}"
@@ -289,9 +289,9 @@ def _steps_of_main(found: Iterable[Member]) -> list[int]:
 
 
 def _valid_members(folder: Path) -> list[Member]:
-    """Return the members that are not void, file by file.
+    """Return the valid members, file by file.
 
-    What rank 0 makes void is so in every file: a resumed run may have other processes.
+    Rank 0 makes steps void in every file, as a resumed run may have other processes.
     """
     found: list[Member] = []
     resumed: list[Member] = []
@@ -309,7 +309,7 @@ def _valid_members(folder: Path) -> list[Member]:
 
 
 def _spans(member: Member) -> Iterator[Span]:
-    """Yield the spans of a step of one process, with times in microseconds."""
+    """Yield the spans of one process in a step, with times in microseconds."""
     groups: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
     try:

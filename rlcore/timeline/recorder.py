@@ -1,13 +1,13 @@
-"""Records what each process of a run does, and when: spans, instants and counters.
+"""Records the activities of each process of a run: spans, instants and counters.
 
-A process has one recorder, `RECORDER`. Until `open` it records nothing, and costs one comparison a
-call. Records are kept in memory until `flush` at the end of a step; files.py has their format.
+A process has one recorder, `RECORDER`. Until `open` it records nothing, at the cost of a comparison
+per call. Records stay in memory until `flush` at the end of a step; files.py has their format.
 
     with RECORDER.span(("rank 0", "main"), "training"):
         ...
 
 A track is a pair: a group (a rank, an engine, the reward workers) and a lane in it. Spans of a lane
-nest; those that may overlap, as requests do, take lanes of their own from `Lanes`.
+nest; spans that may overlap, such as requests, get separate lanes from `Lanes`.
 """
 
 from __future__ import annotations
@@ -28,36 +28,35 @@ from rlcore.timeline.files import Record, TimelineFile, Track
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORDS = 200_000  # that wait in memory, some 100 MB; further ones are counted and lost
-# on Linux one clock for all processes of a machine
+MAX_RECORDS = 200_000  # in memory, some 100 MB; further records are dropped and counted
+# On Linux all processes of a machine share this clock.
 now = time.perf_counter
 GROUP: ContextVar[str] = ContextVar("GROUP", default="")
 """The group of samples that the current task works for, as `group_key` names it."""
 
 
 def group_key(seed: int, draw: int) -> str:
-    """Return the name of a group of samples: evaluation sets have seeds of their own."""
+    """Return the name of a group of samples; the seed distinguishes evaluation sets."""
     return f"{seed}/{draw}"
 
 
 class Recorder:
     """Records spans; any thread and any task may call it.
 
-    A file that cannot be written is left alone from there on, with a warning: a timeline is no
-    reason to end a run.
+    If the file cannot be written, recording stops with a warning, and the run continues.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.max_records = MAX_RECORDS
-        # its operations are atomic
+        # A deque's operations are atomic.
         self._records: deque[Record] = deque()
         self._lost = 0
         self._writing = threading.Lock()
         self._file: TimelineFile | None = None
 
     def open(self, folder: Path, process: str, *, limit_bytes: int) -> None:
-        """Begin to record, to files of `process` in `folder`; with a limit of 0 do nothing."""
+        """Begin to record to `process`'s files in `folder`; a limit of 0 disables recording."""
         self.close()
         if limit_bytes > 0:
             self._file = TimelineFile(folder, process, limit_bytes=limit_bytes)
@@ -71,7 +70,7 @@ class Recorder:
             self._put(("X", track, name, began, ended, args))
 
     def span(self, track: Track, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record the time of the block, also of one that fails."""
+        """Record the time of the block, even if it fails."""
         return _Span(self, track, name, args) if self.enabled else NOTHING
 
     def instant(self, track: Track, name: str, **args: Any) -> None:
@@ -81,7 +80,7 @@ class Recorder:
             self._put(("i", track, name, moment, moment, args))
 
     def counter(self, group: str, name: str, value: float) -> None:
-        """Record the value that `name` has from now on."""
+        """Record the new value of the counter `name`."""
         if self.enabled:
             moment = now()
             self._put(("C", (group, name), name, moment, moment, {"value": value}))
@@ -95,19 +94,19 @@ class Recorder:
     # --- files ------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Say that the run goes on after `step`: what was recorded of later steps is void."""
+        """Make void the records of steps after `step`, from which the run continues."""
         self._write(lambda file: file.begin(step))
 
     def flush(self, step: int) -> None:
-        """Write what was recorded since the last flush, as the records of `step`."""
+        """Write the records since the last flush as those of `step`."""
         self._write(lambda file: self._flush(file, step))
 
     def drop(self) -> None:
-        """Forget what was recorded since the last flush."""
+        """Drop the records since the last flush."""
         self._records.clear()
 
     def close(self) -> None:
-        """Stop recording. What belongs to no whole step is dropped."""
+        """Stop recording, and drop the records of an incomplete step."""
         with self._writing:
             self._stop()
 
@@ -129,7 +128,7 @@ class Recorder:
                 return
             try:
                 write(self._file)
-            # recovery: the run goes on without a timeline
+            # Recovery: the run continues without a timeline.
             except (OSError, DataError) as error:
                 logger.warning("the timeline is not recorded any more: %s", error)
                 self._stop()
@@ -140,7 +139,7 @@ NOTHING = nullcontext()
 
 
 class _Span:
-    """Records the time of a block; a generator would cost three times as much."""
+    """Records the time of a block, at a third of the cost of a generator."""
 
     __slots__ = ("_args", "_began", "_name", "_recorder", "_track")
 
@@ -161,9 +160,9 @@ class _Span:
 
 
 class Lanes:
-    """Numbers lanes of a group, so that spans which overlap lie next to each other.
+    """Assigns lanes of a group to spans, so that overlapping spans get different lanes.
 
-    Used by the tasks of one event loop.
+    Only for the tasks of one event loop.
     """
 
     def __init__(self, group: str, name: str) -> None:
@@ -173,7 +172,7 @@ class Lanes:
         self._count = 0
 
     def take(self) -> int:
-        """Return the lowest lane that is free."""
+        """Return the lowest free lane."""
         if self._free:
             return heapq.heappop(self._free)
         self._count += 1
@@ -188,7 +187,7 @@ class Lanes:
         return (self.group, f"{self._name} {lane}")
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record the time of the block on a lane of its own."""
+        """Record the time of the block on a free lane."""
         return self._on_a_lane(name, args) if RECORDER.enabled else NOTHING
 
     @contextmanager
@@ -202,6 +201,6 @@ class Lanes:
 
 
 def of_group() -> dict[str, str]:
-    """Return the argument that says for which group of samples the current task works."""
+    """Return the argument that names the group of samples of the current task."""
     group = GROUP.get()
     return {"group": group} if group else {}

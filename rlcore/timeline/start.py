@@ -1,4 +1,4 @@
-"""Times the start of a process by phase: what it does until its first step.
+"""Times the phases of a process's start, up to its first step.
 
 A process has one clock, `START`. Until `begin` it measures nothing.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SHORT_S = 0.05  # shorter phases are not in the line
+SHORT_S = 0.05  # shorter phases are left out of the line
 
 now = time.perf_counter
 
@@ -25,19 +25,19 @@ class StartClock:
     """Adds up the phases of a start, on the thread that starts the process."""
 
     def __init__(self) -> None:
-        # when the process began, where its command knows
+        # The time at which the process began, if known.
         self.origin: float | None = None
-        # None: it does not run
+        # None while the clock does not run.
         self.began: float | None = None
-        # by phase, without phases inside it
+        # The seconds of each phase, without phases inside it.
         self.seconds: dict[str, float] = {}
-        # name, begin and end, by the end
+        # Name, begin and end of each phase, ordered by end.
         self.spans: list[tuple[str, float, float]] = []
-        # seconds of phases inside each open one
+        # The seconds of the phases inside each open phase.
         self._inside: list[float] = []
 
     def begin(self) -> None:
-        """Begin to measure. What happened since `origin`, if that is known, was importing."""
+        """Begin to measure. The time since `origin`, if known, counts as imports."""
         moment = now()
         self.began = moment if self.origin is None else self.origin
         self.origin = None
@@ -64,7 +64,7 @@ class StartClock:
             self.spans.append((name, began, ended))
 
     def finish(self) -> float | None:
-        """Stop measuring. Returns the seconds of the whole start; None where it did not run."""
+        """Stop measuring. Returns the seconds of the whole start; None if the clock did not run."""
         if self.began is None:
             return None
         total = now() - self.began
@@ -82,14 +82,14 @@ START = StartClock()
 
 
 def process_start() -> float:
-    """Return when this process was made, on the clock of `now`; the present if that is unknown."""
+    """Return this process's start on the clock of `now`; the current time if unknown."""
     moment = now()
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        # since the machine was started
+        # The process's start, counted from the boot of the machine.
         ticks = int(fields[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    # another system than Linux
+    # The system is not Linux.
     except (OSError, AttributeError):
         return moment
     return moment - max(age, 0.0)

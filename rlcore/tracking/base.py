@@ -15,34 +15,34 @@ from rlcore.tracking.format import TRAINING
 
 
 class BaseTracker:
-    """Records and shows the progress of a run (rank 0); each tracker overrides what it needs.
+    """Records and shows the progress of a run (rank 0); each tracker overrides the calls it needs.
 
-    Steps come in order. The first step that a tracker gets is the one after which a resumed run
-    goes on: what an earlier process recorded of that step and later ones is void.
+    Steps come in order. The first step that a tracker gets in a resumed run makes void an earlier
+    process's records of that step and later steps.
     """
 
-    url: str | None = None  # where the run can be seen, if anywhere
+    url: str | None = None  # the run's page, if it has one
 
     def start(self, description: Mapping[str, str]) -> None:
-        """Begin the run; `description` says what was chosen, for people to read."""
+        """Begin the run; `description` has the main settings, for people to read."""
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
-        """Record how many tokens each prompt of the data set has, int [N]."""
+        """Record the number of tokens of each prompt of the data set, int [N]."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a finished step; step 0 is the evaluation before training."""
 
     def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
-        """Show a few samples of `step`, to be read by people; `label` says where they are from."""
+        """Show a few samples of `step` to people; `label` names their source."""
 
     def note(self, line: str) -> None:
-        """Show one line to the people who watch."""
+        """Show a line to people who watch the run."""
 
     def show_notices(self, names: Sequence[str]) -> None:
-        """Show what looks wrong now, by the names of the rules in `tracking.notice_rules`."""
+        """Show the current alerts, by the names of their rules in `tracking.notice_rules`."""
 
     def state(self) -> dict[str, Any]:
-        """Return, JSON-able, what the tracker needs to go on in another process."""
+        """Return the JSON-able state with which the tracker continues in another process."""
         return {}
 
     def close(self, status: str) -> None:
@@ -50,7 +50,7 @@ class BaseTracker:
 
 
 class JsonlTracker(BaseTracker):
-    """Writes one line a step to metrics.jsonl, which plots and reports are made from."""
+    """Writes a line per step to metrics.jsonl, the source of plots and reports."""
 
     def __init__(self, path: Path) -> None:
         self._file = MetricsFile(path)

@@ -1,4 +1,4 @@
-"""All trackers of a run behind one, and how they are made from the configuration."""
+"""Combines all trackers of a run in one, and makes them from the configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 class Trackers(BaseTracker):
     """Passes every call on to several trackers.
 
-    A `required` one ends the run when it fails: without metrics.jsonl nobody knows what the run
-    did. An `optional` one that fails (a service that is down, a full disk) is dropped with a
-    warning, and the run goes on.
+    A failing `required` tracker ends the run, since metrics.jsonl is the record of the run. A
+    failing `optional` tracker (a service that is down, a full disk) is dropped with a warning.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Trackers(BaseTracker):
 
     @property
     def url(self) -> str | None:  # type: ignore[override]
-        """The first address that a tracker has."""
+        """The first address among the trackers."""
         return next((tracker.url for tracker in self._all().values() if tracker.url), None)
 
     def start(self, description: Mapping[str, str]) -> None:
@@ -65,12 +64,12 @@ class Trackers(BaseTracker):
         self._each(lambda tracker: tracker.show_samples(step, samples, label))
 
     def note(self, line: str) -> None:
-        """Pass the line on, and log it: the terminal's history may be gone when it is needed."""
+        """Pass the line on, and log it, as the terminal's history may be lost later."""
         logger.info("%s", line)
         self._each(lambda tracker: tracker.note(line))
 
     def state(self) -> dict[str, Any]:
-        """Return the state of each tracker that has one, by its name."""
+        """Return the state of each tracker with a state, by the tracker's name."""
         states = {name: tracker.state() for name, tracker in self._all().items()}
         return {name: state for name, state in states.items() if state}
 
@@ -86,7 +85,7 @@ class Trackers(BaseTracker):
         for name, tracker in list(self._optional.items()):
             try:
                 call(tracker)
-            except Exception as error:  # noqa: BLE001  from a service; the run goes on without it
+            except Exception as error:  # noqa: BLE001  from a service; the run continues without it
                 del self._optional[name]
                 logger.warning(
                     "%s failed and is left out from here on: %s: %s",
@@ -107,8 +106,8 @@ def build_trackers(
     """Make the trackers that `tracking` asks for; metrics.jsonl and progress are always among them.
 
     Args:
-        resume_state: what `Trackers.state` returned in the process before. Without it a resumed run
-            finds its wandb run by a file in its directory.
+        resume_state: the result of `Trackers.state` in the previous process. Without it a resumed
+            run finds its wandb run by a file in its folder.
 
     Raises:
         UserError: a package is missing, or wandb refuses.

@@ -1,4 +1,4 @@
-"""The metrics that people watch first; numbers, durations and samples as people read them."""
+"""The most important metrics, and readable numbers, durations and samples."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
-    """Return the value of the first of `names` that `metrics` holds."""
+    """Return the value of the first name in `names` that `metrics` holds."""
     return next((metrics[name] for name in names if name in metrics), None)
 
 
 def evaluated_sets(metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of the sets that were scored, "" for the one without a name."""
+    """Return the names of the sets that were scored, "" for the unnamed set."""
     found = (_SET_SCORE.fullmatch(name) for name in metrics)
     return [match[1] or "" for match in found if match]
 
 
 def of_set(name: str, metric: str) -> str:
-    """Return the full name of a metric of an evaluation set."""
+    """Return the full name of an evaluation set's metric."""
     return f"eval/{name}/{metric}" if name else f"eval/{metric}"
 
 
 def curve(
     rows: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> tuple[list[int], list[float]]:
-    """Return steps and values of the rows that hold one of `names`."""
+    """Return steps and values of the rows that hold any of `names`."""
     points = [(int(row["step"]), value) for row in rows if (value := first(row, names)) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
 def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Pick `count` samples spread evenly from the best reward to the worst.
 
-    A step's first samples would all answer one prompt. Samples whose reward failed come last.
+    The first samples of a step would all answer one prompt. Samples whose reward failed come last.
     """
     ranked = sorted(samples, key=lambda sample: -sample.reward if sample.is_scored else math.inf)
     if count >= len(ranked):
@@ -97,7 +97,7 @@ def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
 def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
     """Format a sample as a head line, its prompt and its response, cut to `limit` characters.
 
-    Of a conversation each message is a line of its own, see `message_lines`.
+    Each message of a conversation gets its own line, see `message_lines`.
     """
     parts = "".join(f", {name} {number(value)}" for name, value in sample.reward_parts.items())
     word = verdict_word(sample.verdict)
@@ -118,14 +118,14 @@ def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
 def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
     """Format the messages of a conversation; turns of the model begin with "<".
 
-    A turn that is trained says its number, its tokens and the reward that it was given; one that
-    is context in this sample says so.
+    A trained turn shows its number, its tokens and its reward; a turn that is context in this
+    sample is marked as such.
     """
     spans = {span.message: span for span in sample.turn_spans}
     lines = []
-    for place, message in enumerate(sample.messages or ()):
+    for index, message in enumerate(sample.messages or ()):
         title = str(message["role"])
-        span = spans.get(place)
+        span = spans.get(index)
         if span is not None:
             title = f"turn {span.turn}, {span.end - span.start} tokens"
             if sample.token_rewards is not None:
@@ -149,12 +149,12 @@ def _as_json(value: object) -> str:
     try:
         return orjson.dumps(value).decode()
     except TypeError:
-        # integers beyond 64 bits, and halves of surrogate pairs
+        # orjson rejects integers beyond 64 bits and halves of surrogate pairs.
         return json.dumps(value)
 
 
 def clipped(text: str, limit: int) -> str:
-    """Shorten a text to its two ends, of `limit / 2` characters each: both ends matter."""
+    """Shorten a text to its two ends, of `limit / 2` characters each."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,4 +1,4 @@
-"""Push a finished model to the Hugging Face hub, with a link to the tracked run in its card."""
+"""Pushes a finished model to the Hugging Face hub, with a link to the tracked run in its card."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOT
 
 
 def reach_hub(config: HubConfig) -> None:
-    """Make the repository unless it exists, so that a wrong one shows before the run begins.
+    """Make the repository unless it exists, so that a wrong name shows before the run begins.
 
     Raises:
-        UserError: the hub refuses.
+        UserError: the hub rejects the request.
     """
     from huggingface_hub import HfApi
 
@@ -47,7 +47,7 @@ def reach_hub(config: HubConfig) -> None:
     try:
         HfApi().create_repo(config.repo, private=config.private, exist_ok=True)
     except Exception as error:
-        # as in push_to_hub
+        # The hub's errors have no common base, see push_to_hub.
         raise UserError(
             f"tracking.hub.repo: {config.repo!r} cannot be reached: {_one_line(error)}; log in with"
             " `hf auth login`, or unset it and push the run's hf/ folder later"
@@ -57,9 +57,9 @@ def reach_hub(config: HubConfig) -> None:
 def push_run(
     config: HubConfig, folder: Path, directory: RunDirectory, tracker: BaseTracker
 ) -> None:
-    """Upload the final model of a run, its card linked with the tracked run.
+    """Upload the final model of a run, with a link to the tracked run in its card.
 
-    A hub that refuses does not undo the run: `result.json` and the terminal say what is missing.
+    An error of the hub does not fail the run; `result.json` and the terminal report it.
     """
     result = directory.read_result()
     assert config.repo is not None
@@ -82,7 +82,7 @@ def push_run(
 
 
 def card_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a row that the card shows, those of named evaluation sets too."""
+    """Return the metrics of a row for the card, with those of named evaluation sets."""
     names = dict.fromkeys((*CARD_METRICS, *filter(_QUOTED.fullmatch, row)))
     return {name: row[name] for name in names if name in row}
 
@@ -99,20 +99,20 @@ def push_to_hub(
 ) -> str:
     """Upload the Hugging Face folder `folder` to `repo` and return the address of the repository.
 
-    The card in the folder gets a section on the run first; see `write_card`.
+    This first adds a section on the run to the card in the folder, see `write_card`.
 
     Args:
         client: default: a `huggingface_hub.HfApi`.
 
     Raises:
         UserError: there is no model in `folder`.
-        RunFailed: the hub refuses; the folder stays as it is.
+        RunFailed: the hub rejects the upload; the folder is unchanged.
     """
     from huggingface_hub import HfApi
 
     if not (folder / "config.json").exists():
         raise UserError(
-            f"nothing to push: {folder} is no Hugging Face folder (no config.json); set"
+            f"nothing to push: {folder} is not a Hugging Face folder (no config.json); set"
             " checkpoint.export_hf"
         )
     client = client or HfApi()
@@ -124,7 +124,7 @@ def push_to_hub(
             folder_path=str(folder),
             commit_message=f"Trained by rlcore run {run_name}",
         )
-    # the hub's errors, the connection's and the file system's have no common base
+    # Errors of the hub, the connection and the file system have no common base.
     except Exception as error:
         raise RunFailed(
             f"tracking.hub: pushing to {repo!r} failed: {_one_line(error)}; the model is whole in"
@@ -142,7 +142,7 @@ def write_card(
 ) -> Path:
     """Write a section on the run into the model card: the link, the last metrics, our tags.
 
-    It replaces the section of an earlier push and leaves other text as it is.
+    It replaces the section of an earlier push and keeps other text unchanged.
     """
     from huggingface_hub import ModelCard
 
@@ -152,7 +152,7 @@ def write_card(
         card = ModelCard(known, ignore_metadata_errors=False)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(
-            f"{path}: the front matter of the model card is not YAML, or no mapping: {error}"
+            f"{path}: the front matter of the model card is not a YAML mapping: {error}"
         ) from error
     tags = card.data.tags or []
     card.data.tags = [*tags, *(tag for tag in TAGS if tag not in tags)]

@@ -1,6 +1,6 @@
-"""What may look wrong in a run: the table `RULES`.
+"""The table `RULES` of alerts on a run that may be going wrong.
 
-Each rule says from where on something looks wrong, why from there on, and what to look at.
+Each rule has a threshold, the reason for it, and advice on what to look at.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from itertools import pairwise
 from rlcore.tracking.format import LENGTH, LOSS, REWARD, TOKENS_PER_SECOND, first, number
 
 Row = Mapping[str, float]
-WINDOW = 20  # rows before the newest that it is compared with
-MIN_ROWS = 5  # of them, for a comparison
+WINDOW = 20  # earlier rows that the newest row is compared with
+MIN_ROWS = 5  # earlier rows that a comparison needs
 FAR = 0.1  # nats a token: PPO's usual target for a step is 0.01 to 0.02
 THROWN = 1.0
 FALLEN = 0.5  # of the reward's standard deviation
-RISEN = 0.25  # of the reward's standard deviation: a rise that is no noise
+RISEN = 0.25  # of the reward's standard deviation: a rise beyond noise
 
 
 @dataclass(frozen=True)
 class History:
-    """Rows that the newest is compared with.
+    """Earlier rows, with which the newest row is compared.
 
     Attributes:
-        lately: up to `WINDOW` of them, those just before it.
-        first: the first `MIN_ROWS` of the run.
-        groups: that a step trains on; 0 if there are none.
+        lately: the last rows before the newest, up to `WINDOW`.
+        first: the first `MIN_ROWS` rows of the run.
+        groups: the number of groups in a step; 0 without groups.
     """
 
     lately: Sequence[Row]
@@ -37,7 +37,7 @@ class History:
     groups: int
 
     def risen(self, row: Row) -> str:
-        """Say how the reward has risen since the first rows; "" where it has not."""
+        """Describe the rise of the reward since the first rows; "" if it has not risen."""
         reward = first(row, REWARD)
         earlier = _firsts(self.first, REWARD)
         if reward is None or len(earlier) < MIN_ROWS:
@@ -49,7 +49,7 @@ class History:
         return f"the reward has risen from {number(began)} to {number(reward)}"
 
     def began(self, name: str) -> float | None:
-        """The mean of a metric over the first rows."""
+        """Return the mean of a metric over the first rows."""
         values = _values(self.first, name)
         return statistics.mean(values) if values else None
 
@@ -59,15 +59,15 @@ Check = Callable[[Row, History], str]
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that may look wrong.
+    """A rule that raises an alert.
 
     Attributes:
-        check: from the newest row and those before it, what is wrong; "" for nothing. It begins
-            behind the name of the rule, as in "kl: it is ...".
-        why: the reason for its threshold.
-        look_at: what to do next; `{step}` stands for the step.
-        patience: rows in a row that it holds in before it is said.
-        calm: rows in a row without it before it is over; by default as many.
+        check: returns the problem in the newest row, given the rows before it; "" for none. The
+            text follows the name of the rule, as in "kl: it is ...".
+        why: the reason for the threshold.
+        look_at: what to look at next; `{step}` stands for the step.
+        patience: consecutive rows that the rule must hold in to raise the alert.
+        calm: consecutive rows without it that clear the alert; default: `patience`.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Rule:
     calm: int | None = None
 
 
-# --- the rules ------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def _kl(row: Row, history: History) -> str:
@@ -115,7 +115,7 @@ def _collapsed(row: Row, history: History) -> str:
     best = max(statistics.median(earlier[k : k + MIN_ROWS]) for k in starts)
     least = FALLEN * max(_values([*history.lately, row], "rollout/reward_std"), default=0.0)
     if len(earlier) > MIN_ROWS:
-        # the deviation of a step's mean from its trend, by the median difference of two steps
+        # The deviation of a step's mean from its trend, from the median difference of two steps.
         between = statistics.median(abs(b - a) for a, b in pairwise(earlier))
         least = max(least, 4 * 1.48 / math.sqrt(2) * between)
     signs = _signs_of_damage(row, history)
@@ -125,7 +125,7 @@ def _collapsed(row: Row, history: History) -> str:
 
 
 def _signs_of_damage(row: Row, history: History) -> list[str]:
-    """Say what shows that a fall of the reward is the policy's, and no harder prompts."""
+    """Return the signs that a fall of the reward is due to the policy, not to harder prompts."""
     signs = []
     moved = max(_values(history.lately, "policy/step_kl"), default=0.0)
     if moved > FAR:
@@ -147,7 +147,7 @@ def _signs_of_damage(row: Row, history: History) -> list[str]:
 def _entropy(row: Row, history: History) -> str:
     entropy = row.get("policy/entropy_avg")
     earlier = _values(history.lately, "policy/entropy_avg")
-    # supervised fine-tuning, which has no groups, is for that
+    # Supervised fine-tuning, which has no groups, is meant to lower the entropy.
     if not history.groups or entropy is None or len(earlier) < MIN_ROWS:
         return ""
     most = max(earlier)
@@ -350,7 +350,7 @@ RULES = (
     Rule(
         "most tokens are not trained on",
         _dropped,
-        "they were made in vain; where none is left a step trains nothing",
+        "generating them was wasted; a step without any left trains nothing",
         "rollout/staleness_mean against algorithm.correction.max_staleness and"
         " rollout.max_staleness; bounds and level of algorithm.correction",
         patience=2,
@@ -373,7 +373,7 @@ RULES = (
         "the run has become slow",
         _speed,
         "half the usual speed for five steps is more than a long response",
-        "the timeline of `rlcore view RUN`: who waits for whom; time/* in metrics.jsonl",
+        "the timeline of `rlcore view RUN`: what each process waits for; time/* in metrics.jsonl",
         patience=5,
     ),
     Rule(
@@ -426,5 +426,5 @@ def _values(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _firsts(rows: Sequence[Row], names: Sequence[str]) -> list[float]:
-    """The value of each row under the first of `names` that it has."""
+    """Return each row's value under the first of `names` that the row has."""
     return [value for row in rows if (value := first(row, names)) is not None]

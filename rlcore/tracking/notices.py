@@ -1,9 +1,9 @@
-"""Says in words when something looks wrong in a run, once until it is over.
+"""Raises an alert in words, once, when something looks wrong in a run, and clears it later.
 
-A rule (`rlcore.tracking.notice_rules`) is said once it holds in `patience` rows of the log in a
-row, and is over once it has not held in `calm` rows. From the first row that it holds in until it
-is over, it compares with the rows before that one: what stays wrong does not become the usual.
-Both ends are kept in notices.jsonl.
+A rule (`rlcore.tracking.notice_rules`) raises its alert once it holds in `patience` consecutive
+rows of the log, and clears it after `calm` rows without it. Meanwhile the rule compares with the
+rows before the first row in which it held, so a lasting problem does not become the norm.
+notices.jsonl keeps both ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLEARED: Literal["cleared"] = "cleared"
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that looks wrong from `step` on, or does so no more."""
+    """An alert that was raised or cleared at `step`."""
 
     step: int
     notice: str
@@ -40,20 +40,20 @@ class Notice:
 
 @dataclass
 class _Streak:
-    """For how many rows in a row a rule has held, or not held while it is said."""
+    """The number of consecutive rows in which a rule has held, or not held since its alert."""
 
     rows: int = 0
     said: bool = False
-    before: Sequence[Row] = ()  # the rows before it held
+    before: Sequence[Row] = ()  # the rows before the rule held
 
 
 class Notices:
-    """Checks each row of the log against `RULES`, and keeps what it said in a file.
+    """Checks each row of the log against `RULES`, and keeps the alerts in a file.
 
     Args:
         path: notices.jsonl of the run.
         groups: as in `History`.
-        earlier: rows that the run has written before this process.
+        earlier: rows that earlier processes of the run have written.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Notices:
 
     @property
     def current(self) -> list[str]:
-        """The names of what looks wrong now."""
+        """The names of the current alerts."""
         return [name for name, streak in self._streaks.items() if streak.said]
 
     def check(self, step: int, row: Row) -> list[Notice]:
-        """Return what is new with the row of `step`, and write it to the file."""
+        """Return the alerts that the row of `step` raises or clears, and write them to the file."""
         if not self._begun:
-            self._go_on(step)
+            self._continue_from(step)
         found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
-        # the evaluation before training is no step to compare with
+        # Rows are not compared with the evaluation before training.
         if step > 0:
             self._remember([row])
         for notice in found:
@@ -105,15 +105,15 @@ class Notices:
             return Notice(step, rule.name, RAISED, text, rule.look_at.format(step=step))
         return Notice(step, rule.name, CLEARED, "it has not been so since")
 
-    def _go_on(self, step: int) -> None:
-        """Continue the file of an earlier process: what it said of `step` and later is void."""
+    def _continue_from(self, step: int) -> None:
+        """Continue the file of an earlier process, without its alerts of `step` and later."""
         self._begun = True
         kept = [notice for notice in read_notices(self.path) if notice.step < step]
         if self.path.exists():
             lines = "".join(json.dumps(asdict(notice)) + "\n" for notice in kept)
             write_atomic(self.path, lines.encode())
         rows = [row for row in self._earlier() if 0 < row["step"] < step]
-        # checked once more, for rules that have begun to hold
+        # Check these rows again, for rules that have begun to hold.
         again = rows[-WINDOW:]
         self._remember(rows[:-WINDOW])
         for notice in kept:
@@ -132,5 +132,5 @@ class Notices:
 
 
 def read_notices(path: Path) -> list[Notice]:
-    """Read what was said of a run. A last line without its end is being written, or was torn."""
+    """Read the alerts of a run, without an incomplete last line."""
     return [Notice(**row) for row in read_json_lines(path)]

@@ -1,4 +1,4 @@
-"""The progress display: a line for a step, and a table below on a terminal.
+"""The progress display: a line for each step and, on a terminal, a table below.
 
 step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
 """
@@ -89,15 +89,15 @@ class Progress(BaseTracker):
         self._last = self._began
         self._intervals: deque[float] = deque(maxlen=WINDOW)
         self._step = 0
-        # time at which a step's line was last written
+        # The time at which a step's line was last written.
         self._shown: float | None = None
-        # the line of the last step, until it is written
+        # The line of the last step, until it is written.
         self._withheld = ""
-        # that steps were left out
+        # Whether the display has said that it leaves out steps.
         self._said_so = False
 
     def start(self, description: Mapping[str, str]) -> None:
-        """Show what was chosen, as a table."""
+        """Show the settings as a table."""
         width = max((len(key) for key in description), default=0)
         self.write(f"run {self.name}")
         for key, value in description.items():
@@ -107,7 +107,7 @@ class Progress(BaseTracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step, unless another was shown a moment ago."""
         now = self._clock()
-        # step 0 is the evaluation before training: no measure of a step's time
+        # Step 0 is the evaluation before training; its time says nothing about later steps.
         if step > 0:
             self._intervals.append(now - self._last)
         self._step = step
@@ -150,23 +150,23 @@ class Progress(BaseTracker):
 
     @property
     def seconds_left(self) -> float | None:
-        """The time left, estimated from the last steps; None before the first.
+        """The time left, estimated from the last steps; None before the first step.
 
-        Evaluations and checkpoints between the steps are included.
+        The estimate includes evaluations and checkpoints between the steps.
         """
         if not self._intervals:
             return None
         return sum(self._intervals) / len(self._intervals) * max(self.total_steps - self._step, 0)
 
     def _show_step(self) -> None:
-        """Write the line of the last step unless it was written. Other lines refer to that step."""
+        """Write the line of the last step, unless it is written; other lines refer to this step."""
         if self._withheld:
             self.write(self._withheld)
             self._shown = self._last
             self._withheld = ""
 
     def write(self, line: str) -> None:
-        """Write one line at once."""
+        """Write a line and flush it."""
         print(printable(line), file=self.stream, flush=True)
 
     def _position(self) -> str:
@@ -206,18 +206,18 @@ class TerminalProgress(Progress):
         self._row: Mapping[str, float] = {}
         self._evaluated: Mapping[str, str] = {}
         self._notices: Sequence[str] = ()
-        # the display asks from a thread of its own
+        # The display calls this from its own thread.
         self._live = Live(
             console=self.console, get_renderable=self._table, transient=True, refresh_per_second=2
         )
 
     def start(self, description: Mapping[str, str]) -> None:
-        """Show what was chosen, then the table."""
+        """Show the settings, then the table."""
         super().start(description)
         self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, and renew the table."""
+        """Show the step, and update the table."""
         super().log(step, metrics)
         self._evaluated = {**self._evaluated} | {
             name: f"{name} {number(metrics[of_set(name, 'score')])} (step {step})".lstrip()
@@ -228,7 +228,7 @@ class TerminalProgress(Progress):
         self._live.refresh()
 
     def show_notices(self, names: Sequence[str]) -> None:
-        """Keep what looks wrong in the table."""
+        """Keep the alerts in the table."""
         self._notices = list(names)
 
     def close(self, status: str) -> None:
@@ -241,7 +241,7 @@ class TerminalProgress(Progress):
         self.console.print(_styled(printable(line)), soft_wrap=True)
 
     def _table(self) -> Table:
-        """Return the table, a line cut where the terminal is too narrow."""
+        """Return the table, with lines cut to the width of the terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, style="bold cyan")
         table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)

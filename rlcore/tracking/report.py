@@ -1,4 +1,4 @@
-"""The table that a run ends with, made from metrics.jsonl."""
+"""The table at the end of a run, made from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlcore.tracking.format import (
     of_set,
 )
 
-# Totals, a part of generation, and work besides the training: not phases of a step.
+# Totals, a part of generation, and work outside training are not phases of a step.
 NOT_PHASES = frozenset(
     {"time/start", "time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"}
 )
@@ -25,17 +25,17 @@ NOT_PHASES = frozenset(
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run summed up from its metrics; None for a metric that the run does not have."""
+    """A summary of a run's metrics; None for a metric that the run does not have."""
 
     steps: int
     reward_first: float | None = None
     reward_last: float | None = None
     accuracy_before: float | None = None  # the first and the last evaluation
     accuracy_after: float | None = None
-    # samples of training that were scored, and those whose reward failed
+    # The training samples that were scored, and those whose reward failed.
     scored: int = 0
     reward_failures: int = 0
-    # score and accuracy of each evaluation set, as "aime24 score": before and after
+    # Score and accuracy of each evaluation set, as "aime24 score": before and after.
     evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
     loss_first: float | None = None
     loss_last: float | None = None

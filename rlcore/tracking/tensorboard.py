@@ -39,14 +39,14 @@ class TensorboardTracker(BaseTracker):
         writer.flush()
 
     def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
-        """Write the samples as text, held-out ones under a name of their own."""
+        """Write the samples as text, held-out samples under another name."""
         blocks = [
             "\n".join(f"    {line}" for text in sample_lines(s) for line in text.split("\n"))
             for s in samples
         ]
         name = "samples" if label == TRAINING else label.replace(" ", "_")
         text = "\n\n---\n\n".join(blocks)
-        # half a surrogate pair, which a workflow may return, is no UTF-8: it is spelled out
+        # A workflow may return half a surrogate pair, which is not UTF-8, so escape it.
         text = text.encode(errors="backslashreplace").decode()
         self._open(step).add_text(name, text, step)
 
@@ -57,9 +57,9 @@ class TensorboardTracker(BaseTracker):
             self._writer.close()
 
     def _open(self, step: int) -> Any:
-        """Return the writer, made when the first step is known.
+        """Return the writer, made at the first step.
 
-        TensorBoard then drops what an earlier process wrote of that step and later ones. If
+        TensorBoard then drops an earlier process's records of that step and later steps. If
         anything were written before, a resumed run would lose all its curves.
         """
         if self._writer is None:

@@ -1,4 +1,4 @@
-"""Weights & Biases. With `mode: offline` it needs no account: `wandb sync` uploads later."""
+"""Weights & Biases. `mode: offline` needs no account: `wandb sync` uploads later."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "l
 
 
 class WandbTracker(BaseTracker):
-    """One wandb run for one rlcore run, however many processes it took.
+    """Keeps one wandb run per rlcore run, over restarts.
 
-    The run id comes from the checkpoint (`state`), else from a file in the run's folder: a run that
-    was killed before its first checkpoint goes on under its id too.
+    The run id comes from the checkpoint (`state`) or, if the run was killed before its first
+    checkpoint, from a file in the run's folder.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class WandbTracker(BaseTracker):
         if "finish_timeout" in wandb.Settings.model_fields:
             options["finish_timeout"] = UPLOAD_S
         try:
-            # wandb records it
+            # wandb records the command line.
             with _masked_command_line():
                 self.run = wandb.init(
                     project=config.project,
                     entity=config.entity,
                     name=name,
                     id=self.id,
-                    # Offline there is no server to ask; `wandb sync` joins runs of one id.
+                    # Offline there is no server to ask; `wandb sync` joins runs with the same id.
                     resume=None if self._offline else "allow",
                     mode=config.mode,
                     tags=config.tags or None,
@@ -76,8 +76,8 @@ class WandbTracker(BaseTracker):
                 "or set tracking.wandb.mode=offline, or tracking.wandb.enabled=false"
             ) from error
         write_atomic(id_file, self.id.encode())
-        # wandb's own step must never go back: a resumed run would lose the steps that it repeats. A
-        # metric may go back, so ours is the step.
+        # wandb's own step may not decrease, so a resumed run would lose the steps that it repeats.
+        # Our step is a metric, which may decrease.
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
         self._rows: deque[list[Any]] = deque(maxlen=TABLE_ROWS)
@@ -89,7 +89,7 @@ class WandbTracker(BaseTracker):
         return None if self._offline else self.run.url
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
-        """Log a histogram, in the first process of a run only."""
+        """Log a histogram, only in the first process of a run."""
         if self._new and len(lengths):
             counts = np.histogram(lengths, bins=min(64, int(np.ptp(lengths)) + 1))
             self.run.log(
@@ -122,7 +122,7 @@ class WandbTracker(BaseTracker):
 
 @contextmanager
 def _masked_command_line() -> Iterator[None]:
-    """Inside, the arguments of this process are shown without the overrides that hold secrets."""
+    """Hide overrides with secrets from this process's command line while open."""
     given = sys.argv
     sys.argv = [*given[:1], *mask_arguments(given[1:])]
     try:
