@@ -1,4 +1,4 @@
-"""What the page asks for, as values that become JSON."""
+"""Answers the page's requests with values that become JSON."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlcore.view.run import RunView
 from rlcore.view.samples import Filter, Row
 from rlcore.view.timeline import timeline_of
 
-SEARCH_S = 0.35  # a search answers after this, with where to go on
+SEARCH_S = 0.35  # after this a search answers, with the step to continue from
 MAX_OF_A_GROUP = 512
-MAX_CURVES = 50  # of one answer; runs.js asks for no more
+MAX_CURVES = 50  # in an answer; runs.js requests at most as many
 NEWEST_STEPS = 400
 PROGRESS = (
     *("rollout/reward", "eval/score", "rollout/staleness_mean", "rollout/zero_std_groups"),
     *("val/sequence_lengths", "policy/entropy_avg", "objective/kl", "time/step"),
 )
-# What can be asked for: `Api.find_NAME` answers it.
+# The requests of the page, each answered by `Api.find_NAME`.
 ANSWERS = (
     *("runs", "curves", "definitions", "steps", "samples", "texts", "search", "sample", "group"),
     *("prompt", "ledger", "draw", "evaluations", "evaluation", "compare", "timeline"),
@@ -37,12 +37,12 @@ _PLACE = re.compile(r"(\d{1,12}):(\d{1,12})")
 
 @dataclass(frozen=True)
 class Parameters:
-    """What stands behind the question mark of an address. All errors are DataError."""
+    """The query string of an address. All errors are DataErrors."""
 
     given: Mapping[str, Sequence[str]]
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return the value of a parameter; without a default it must be there."""
+        """Return the value of a parameter, which is required without a default."""
         found = self.given.get(name)
         if not found:
             if default is None:
@@ -51,18 +51,18 @@ class Parameters:
         return found[0]
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 0."""
+        """Return a non-negative whole number."""
         text = self.text(name, None if default is None else str(default))
         if not _WHOLE.fullmatch(text):
             raise DataError(f"{name} must be a whole number from 0, got {text[:40]!r}")
         return int(text)
 
     def limit(self, default: int = 100) -> int:
-        """Return how many rows are wanted."""
+        """Return the requested number of rows."""
         return min(self.whole("limit", default), MAX_ROWS)
 
-    def places(self) -> list[tuple[int, int]]:
-        """Return step and row of each `at=STEP:ROW`."""
+    def locations(self) -> list[tuple[int, int]]:
+        """Return the step and the row of each `at=STEP:ROW`."""
         given = self.given.get("at", ())
         if len(given) > MAX_ROWS:
             raise DataError(f"at: {len(given)} samples were asked for, of at most {MAX_ROWS}")
@@ -92,10 +92,10 @@ def _filter(column: object, comparison: object, value: object) -> Filter:
 
 
 class Api:
-    """Answers the page. It only reads.
+    """Answers the page; it only reads.
 
     Args:
-        follow: whether the page asks again by itself.
+        follow: whether the page polls by itself.
     """
 
     def __init__(self, runs: Sequence[RunView], *, follow: bool) -> None:
@@ -103,17 +103,17 @@ class Api:
         self.follow = follow
 
     def answer(self, name: str, given: Mapping[str, Sequence[str]]) -> Any:
-        """Answer one request.
+        """Answer a request.
 
         Raises:
-            DataError: there is no such thing, or a parameter is wrong.
+            DataError: the request or a parameter is wrong.
         """
         if name not in ANSWERS:
             raise DataError(f"there is no {name[:40]!r} to ask for")
         return getattr(self, f"find_{name}")(Parameters(given))
 
     def run(self, asked: Parameters, name: str = "run") -> RunView:
-        """Return the run that is asked for, by its name."""
+        """Return the requested run."""
         wanted = asked.text(name)
         if wanted not in self.runs:
             raise DataError(f"no run {wanted[:80]!r} here; there is {', '.join(self.runs)}")
@@ -122,7 +122,7 @@ class Api:
     # --- runs and metrics -------------------------------------------------------------------------
 
     def find_runs(self, asked: Parameters) -> Any:
-        """Every run: its state, its newest numbers, and what can be asked of it."""
+        """Return every run with its state, its newest numbers and its available views."""
         return {"follow": self.follow, "runs": [self._run(run) for run in self.runs.values()]}
 
     def _run(self, run: RunView) -> dict[str, Any]:
@@ -145,15 +145,15 @@ class Api:
         }
 
     def find_curves(self, asked: Parameters) -> Any:
-        """The curve of each metric that is asked for, of each run."""
+        """Return the curves of the requested metrics, for each run."""
         return {
             name: {run.name: run.metrics.curve(name) for run in self.runs.values()}
             for name in asked.given.get("metric", ())[:MAX_CURVES]
         }
 
     def find_definitions(self, asked: Parameters) -> Any:
-        """The definition of each metric that any run has."""
-        # torch: seconds to import
+        """Return the definition of each metric that any run has."""
+        # This imports torch, which takes seconds.
         from rlcore.algorithms.metric_table import metric_spec
 
         names = {name for run in self.runs.values() for name in run.metrics.names()}
@@ -165,7 +165,7 @@ class Api:
         }
 
     def find_steps(self, asked: Parameters) -> Any:
-        """The newest steps with their numbers."""
+        """Return the newest steps with their numbers."""
         run = self.run(asked)
         recorded = run.samples.steps()
         steps = sorted({*recorded[-NEWEST_STEPS:], *run.metrics.steps[-NEWEST_STEPS:]})
@@ -177,14 +177,14 @@ class Api:
         ][::-1]
 
     def find_timeline(self, asked: Parameters) -> Any:
-        """What every process did in a step, and who waited for whom."""
+        """Return the activities of every process in a step, and their waits."""
         step = asked.whole("step") if "step" in asked.given else None
         return timeline_of(self.run(asked), step)
 
     # --- samples ----------------------------------------------------------------------------------
 
     def find_samples(self, asked: Parameters) -> Any:
-        """A page of the table of samples, by their scalars."""
+        """Return a page of the table of samples, with their scalars."""
         run = self.run(asked)
         found = run.samples.select(
             *self._steps(run, asked),
@@ -210,16 +210,16 @@ class Api:
         return int(ends[0]), int(ends[1])
 
     def find_texts(self, asked: Parameters) -> Any:
-        """The beginnings of the texts of samples, by `at=STEP:ROW`."""
+        """Return the beginnings of samples' texts, by `at=STEP:ROW`."""
         run = self.run(asked)
         by_step: dict[int, list[int]] = {}
-        for step, row in asked.places():
+        for step, row in asked.locations():
             by_step.setdefault(step, []).append(row)
         found: dict[str, Any] = {}
         for step, rows in by_step.items():
             try:
                 records = run.records(step, rows)
-            # recovery: the table shows the scalars, and why a text is missing
+            # Recovery: the table shows the scalars, and the reason for the missing text.
             except DataError as error:
                 found |= {f"{step}:{row}": {"missing": str(error)} for row in rows}
                 continue
@@ -227,9 +227,9 @@ class Api:
         return found
 
     def find_search(self, asked: Parameters) -> Any:
-        """Samples with a text in them, newest step first: as many steps as there is time for.
+        """Return samples that contain a text, newest step first, of as many steps as time allows.
 
-        `before` is the step that an earlier answer said to go on from.
+        `before` is the step with which an earlier answer ended.
         """
         run = self.run(asked)
         text = asked.text("text")
@@ -246,7 +246,7 @@ class Api:
             try:
                 rows += run.samples.search(step, run.recording(step), text, asked.filters())
             except DataError:
-                # shown to the reader, who sees how much was not searched
+                # The page shows how many steps were not searched.
                 missing += 1
         return {"rows": rows, "before": 0, "missing": missing}
 
@@ -263,7 +263,7 @@ class Api:
         return found[0]
 
     def find_sample(self, asked: Parameters) -> Any:
-        """One sample with everything that is known of it."""
+        """Return a sample with all its data."""
         run = self.run(asked)
         row = self._sample(run, asked)
         record = run.records(row["step"], [row["row"]])[row["row"]]
@@ -278,7 +278,7 @@ class Api:
         return run.samples.select(step, step, filters, limit=MAX_OF_A_GROUP).rows
 
     def find_group(self, asked: Parameters) -> Any:
-        """All samples of a draw."""
+        """Return all samples of a draw."""
         run = self.run(asked)
         step = asked.whole("step")
         rows = self._group(run, step, asked.whole("draw"))
@@ -286,7 +286,7 @@ class Api:
         return {"rows": rows, "samples": [sample_page(run, records[row["row"]]) for row in rows]}
 
     def find_prompt(self, asked: Parameters) -> Any:
-        """The samples of one prompt over all steps, newest first."""
+        """Return the samples of a prompt over all steps, newest first."""
         run = self.run(asked)
         prompt_id = self._sample(run, asked)["prompt_id"]
         filters = [Filter("prompt_id", "=", prompt_id), *asked.filters()]
@@ -297,28 +297,28 @@ class Api:
     # --- ledger -----------------------------------------------------------------------------------
 
     def find_ledger(self, asked: Parameters) -> Any:
-        """What was not trained, and why."""
+        """Return the draws that were not trained, with reasons."""
         return self.run(asked).ledger.untrained()
 
     def find_draw(self, asked: Parameters) -> Any:
-        """What happened to one draw."""
+        """Return the history of a draw."""
         return self.run(asked).ledger.life(asked.whole("draw"))
 
     # --- evaluations ------------------------------------------------------------------------------
 
     def find_evaluations(self, asked: Parameters) -> Any:
-        """The sets of every evaluation, and how many answers of each flipped."""
+        """Return the sets of every evaluation, and the number of flipped answers in each."""
         return sets_of(self.run(asked))
 
     def find_evaluation(self, asked: Parameters) -> Any:
-        """The answers of one set at two steps."""
+        """Return the answers of a set at two steps."""
         run = self.run(asked)
         return answers_of(run, asked.text("set", ""), asked.whole("step"), asked.whole("before"))
 
     # --- side by side -----------------------------------------------------------------------------
 
     def find_compare(self, asked: Parameters) -> Any:
-        """Two steps, of one run or of two: metrics, rewards and prompts of both."""
+        """Return metrics, rewards and prompts of two steps, of one run or of two."""
         one = (self.run(asked, "a"), asked.whole("a_step"))
         other = (self.run(asked, "b"), asked.whole("b_step"))
         return side_by_side(one, other)

@@ -26,7 +26,7 @@ Side = tuple[RunView, int]
 def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     """Return metrics, rewards and shared prompts of two steps, of one run or of two.
 
-    `missing` says why there are no prompts, where a step's samples cannot be read.
+    `missing` has the reason if a step's samples cannot be read.
     """
     sides = [one, other]
     metrics = [run.metrics.rows([step])[0] for run, step in sides]
@@ -38,7 +38,7 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     missing = ""
     try:
         prompts = _prompts(one, other)
-    # recovery: the page shows all that the index and the metrics still tell of the step
+    # Recovery: the page shows the data in the index and the metrics.
     except DataError as error:
         prompts = []
         missing = str(error)
@@ -52,7 +52,7 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
 
 
 def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
-    """Return the prompts that both steps trained on, with a sample of each."""
+    """Return the prompts that both steps trained on, each with a sample."""
     if not all(step in run.samples.steps() for run, step in (one, other)):
         return []
     first = _by_prompt(one)
@@ -85,18 +85,18 @@ def _told(records: list[Record]) -> dict[str, Any]:
 # --- evaluations ----------------------------------------------------------------------------------
 
 MAX_ANSWERS = 2000
-NEWEST = 50  # evaluations that a page looks at
-# Tokens are most of a recording, and of no use here.
+NEWEST = 50  # evaluations that a page shows
+# Tokens are most of a recording, and are not needed here.
 JUDGED = ("prompt_id", "rollout_id", "index", "reward", "metadata")
 SHOWN = tuple({*JUDGED, *EXCERPT_COLUMNS, "finish_reason", "rollout_logprobs"})
-# the prompt, the rollout_id
+# The prompt id and the rollout_id.
 Key = tuple[str, int]
-# its samples
+# The samples of a rollout.
 Rollout = list[Record]
 
 
 def sets_of(run: RunView) -> list[dict[str, Any]]:
-    """Return each set of each evaluation, newest first, with the flips since the one before."""
+    """Return each set of each evaluation, newest first, with the flips since the previous one."""
     found: list[dict[str, Any]] = []
     before: dict[str, tuple[int | None, dict[Key, Rollout]]] = {}
     for step, path in list(run.evaluated().items())[-NEWEST:]:
@@ -115,7 +115,7 @@ def sets_of(run: RunView) -> list[dict[str, Any]]:
 
 
 def answers_of(run: RunView, name: str, step: int, before: int) -> dict[str, Any]:
-    """Return the answers of a set at two steps side by side; those that flipped come first."""
+    """Return the answers of a set at two steps side by side, flipped answers first."""
     now = _answers(run, name, step)
     then = _answers(run, name, before) if before != step else {}
     rows: list[dict[str, Any]] = [
@@ -151,13 +151,13 @@ def _by_set(path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Rollout]]
 
 
 def rewards_of(records: Iterable[Record]) -> list[float]:
-    """Return the rewards of the records that have one: those whose reward failed have none."""
+    """Return the rewards of the records, without those whose reward failed."""
     rewards = (float(record.get("reward") or 0.0) for record in records)
     return [reward for reward in rewards if not math.isnan(reward)]
 
 
 def mean_of(rewards: Sequence[float]) -> float | None:
-    """Return the mean; None where there is no reward."""
+    """Return the mean; None without rewards."""
     return sum(rewards) / len(rewards) if rewards else None
 
 
@@ -177,7 +177,7 @@ def _flip(now: Rollout, then: Rollout | None) -> str:
 
 
 def _answer(rollout: Rollout) -> dict[str, Any]:
-    """Return the answer of a rollout: the text of its last branch, as in votes."""
+    """Return the answer of a rollout: the text of its last branch, as for voting."""
     last = rollout[-1]
     return excerpt_of(last) | {
         "reward": rollout[0].get("reward"),

@@ -1,4 +1,4 @@
-"""One sample as the page shows it: conversation, tokens, and every vector that was trained."""
+"""A sample as the page shows it: conversation, tokens, and all vectors of trained tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlcore.errors import DataError
 from rlcore.runs.rollouts import Record
 from rlcore.view.run import RunView
 
-EXCERPT = 240  # characters of a text in a table
-# What `excerpt_of` needs of a record.
+EXCERPT = 240  # characters of a text shown in a table
+# The columns that `excerpt_of` needs.
 EXCERPT_COLUMNS = ("prompt_text", "response_text", "prompt_id", "label", "messages", "turn_spans")
 Vector = NDArray[Any]
 # Name, title, definition and scale of each vector of the trainable tokens.
@@ -36,7 +36,7 @@ VECTORS: tuple[tuple[str, str, str, str], ...] = (
     ("staleness", "staleness", "training steps since those weights", "from 0"),
     ("turn", "turn", "of the conversation that made the token", "steps"),
 )
-# Where a record has those that are not computed here: among its vectors, or its own columns.
+# The columns or vectors of a record with the values that are not computed here.
 KEYS = {
     "advantage": "advantages",
     "logprob": "logprobs",
@@ -53,7 +53,7 @@ KEYS = {
 
 
 def sample_page(run: RunView, record: Record) -> dict[str, Any]:
-    """Return all that the page shows of a sample. Raises DataError where the record is damaged."""
+    """Return the page's data of a sample. Raises DataError if the record is damaged."""
     try:
         tokens = [int(token) for token in record["tokens"]]
         mask = [int(bit) for bit in record["loss_mask"]]
@@ -80,7 +80,7 @@ def sample_page(run: RunView, record: Record) -> dict[str, Any]:
 
 
 def excerpt_of(record: Record) -> dict[str, Any]:
-    """Return beginnings of prompt and response, for a row of a table."""
+    """Return the beginnings of prompt and response, for a row of a table."""
     prompt = _asked(record)
     return {
         "prompt": prompt[:EXCERPT],
@@ -91,7 +91,7 @@ def excerpt_of(record: Record) -> dict[str, Any]:
 
 
 def _asked(record: Record) -> str:
-    """Return the prompt; in a conversation what was said last before the first answer."""
+    """Return the prompt; in a conversation, the last message before the first answer."""
     messages = record.get("messages")
     if isinstance(messages, list) and record.get("turn_spans"):
         roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
@@ -102,7 +102,7 @@ def _asked(record: Record) -> str:
 
 
 def _said(record: Record) -> str:
-    """Return what the model wrote: in a conversation its messages one after the other."""
+    """Return the response; in a conversation, the model's messages joined."""
     messages = record.get("messages")
     if not isinstance(messages, list) or not record.get("turn_spans"):
         return str(record.get("response_text", ""))
@@ -124,7 +124,7 @@ def _call_text(calls: Any) -> str:
 
 
 def messages_of(record: Record) -> list[dict[str, Any]]:
-    """Return the conversation; of a plain prompt and its response as two messages."""
+    """Return the conversation; a plain prompt and its response become two messages."""
     messages = record.get("messages")
     if isinstance(messages, list) and record.get("turn_spans"):
         return [message for message in messages if isinstance(message, dict)]
@@ -149,7 +149,7 @@ def _vectors(record: Record) -> dict[str, Vector]:
     given = record.get("vectors") or {}
     known = {name: given.get(key, record.get(key)) for name, key in KEYS.items()}
     found = {
-        # null, which stands for NaN, becomes NaN
+        # JSON's null, which stands for NaN, becomes NaN.
         name: np.array(values, dtype=np.float32)
         for name, values in known.items()
         if isinstance(values, list) and len(values) == m
@@ -172,7 +172,7 @@ def _vectors(record: Record) -> dict[str, Vector]:
 
 
 def _turns(record: Record, vectors: Mapping[str, Vector]) -> list[dict[str, Any]]:
-    """Return what is known of each turn that was trained: its message, tokens, reward, credit."""
+    """Return message, tokens, reward and credit of each trained turn."""
     spans: Sequence[Sequence[int]] = record.get("turn_spans") or [
         [0, 1, 0, len(record["rollout_logprobs"])]
     ]
@@ -198,7 +198,7 @@ def _reduced(how: Any, vector: Vector | None, start: int, end: int) -> float | N
 
 
 def _masked(vectors: Mapping[str, Vector]) -> dict[str, int]:
-    """Count tokens that the update did not learn from, by the reason."""
+    """Count the tokens that the update did not learn from, by reason."""
     found = {"trainable": len(vectors["engine_logprob"])}
     for name, key in (("weight", "no weight"), ("correction", "dropped by the correction")):
         if name in vectors:

@@ -1,4 +1,4 @@
-"""Writes the page and its data to one file that needs no server."""
+"""Writes the page and its data to a file that needs no server."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rlcore.view.detail import excerpt_of, sample_page
 from rlcore.view.run import RunView
 from rlcore.view.server import PAGE, POLICY, SCRIPTS, STYLE, static, to_json
 
-MAX_SAMPLES = 512  # of a step: those after them are left out, and the file says so
+MAX_SAMPLES = 512  # of a step; the file says how many more are left out
 MAX_EVALUATIONS = 5
-# Under these keys stand texts of the run: paths, and errors that name some. The folders tell of the
-# machine and of whoever used it.
+# These keys hold texts of the run: paths, and errors that contain paths. Folder names would reveal
+# the machine and its user.
 _OF_THE_RUN = frozenset({"path", "prompt_id", "reason", "trouble", "missing", "detail", "why"})
 _OF_REWARDS = frozenset({"reward_error", "reward_info"})
-# Under these stand the data's and the model's own, with keys of their own.
+# These keys hold content of the data and the model, whose inner keys are arbitrary.
 _OF_THE_DATA = frozenset({"messages", "label"})
-# not the slashes of an address, of a relative path or of "and/or"
+# Not the slashes of a URL, of a relative path or of "and/or".
 _FOLDERS = re.compile(r"""(?<![\w:/.~\-])(?:file:/+|/)(?:[^\s/:,;'"<>()]*/)*""")
 
 
 def export_page(api: Api, target: Path, *, step: int | None) -> str:
-    """Write the page with one step of each run; return a line that says what it holds.
+    """Write the page with one step of each run; return a line that describes its content.
 
     Raises:
-        UserError: no run has that step, or the file cannot be written.
+        UserError: a run lacks that step, or the file cannot be written.
     """
     described = []
     runs = {}
@@ -65,7 +65,7 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
 
 
 def without_folders(value: Any, known: Set[str] = _OF_THE_RUN, *, cut: bool = False) -> Any:
-    """Return `value` with absolute paths cut down to their last part in texts of `known` keys."""
+    """Return `value`, with absolute paths in texts of `known` keys cut to their last part."""
     if isinstance(value, dict):
         return {
             key: inner
@@ -81,8 +81,8 @@ def without_folders(value: Any, known: Set[str] = _OF_THE_RUN, *, cut: bool = Fa
 
 
 def page_with(data: bytes) -> bytes:
-    """Return the page with scripts, style and data inside, and a policy that allows these alone."""
-    # "<" is escaped, so that no text of a run can end the block; it is data, never run.
+    """Return the page with embedded scripts, style and data, and a policy that allows no others."""
+    # Escape "<", so that no text of a run can end the block, which is data and never run.
     block = data.replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
     style = static(STYLE)
     script = b"\n".join(static(name).replace(b'"use strict";\n', b"", 1) for name in SCRIPTS)
@@ -90,7 +90,7 @@ def page_with(data: bytes) -> bytes:
     if b"</script" in script or b"</style" in style:
         raise ValueError("a file of the page would end its own block")
     policy = POLICY.format(sources=f"script-src {_hash(script)}; style-src {_hash(style)}")
-    # of which a <meta> may not speak
+    # A <meta> policy may not contain frame-ancestors.
     policy = policy.replace(" frame-ancestors 'none';", "")
     page = static(PAGE)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'.encode()
@@ -115,7 +115,7 @@ def _hash(content: bytes) -> str:
 
 
 def _step_of(run: RunView, step: int | None) -> int | None:
-    """Return the step to export; None where a run has no samples and none was asked for."""
+    """Return the step to export; None if the run has no samples and no step was requested."""
     steps = [*run.recorded()]
     if step is not None and step not in steps:
         has = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has none"
@@ -138,7 +138,7 @@ def _samples(run: RunView, step: int) -> dict[str, Any]:
 
 
 def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
-    """Return what the other views of a run ask for, by the question."""
+    """Return the answers that the other views of a run need, by request."""
     asked: list[tuple[str, dict[str, Any]]] = [("steps", {}), ("evaluations", {}), ("ledger", {})]
     asked.append(("timeline", {}))
     asked += [("draw", {"draw": row["draw"]}) for row in samples["rows"]]
@@ -149,7 +149,7 @@ def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(api: Api, run: RunView, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the samples over the steps of each draw's prompt."""
+    """Return each draw's prompt with its samples over the steps."""
     first = {row["draw"]: row for row in reversed(rows)}
     found = {}
     for draw, row in first.items():
@@ -159,7 +159,7 @@ def _prompts(api: Api, run: RunView, rows: list[dict[str, Any]]) -> dict[str, An
 
 
 def _comparisons(api: Api) -> dict[str, Any]:
-    """Return what the page compares where nothing else was chosen: each run with another."""
+    """Return the page's default comparisons: each run with another."""
     asked = []
     for run in api.runs.values():
         other = next((one for one in api.runs.values() if one is not run), run)
@@ -172,12 +172,12 @@ def _comparisons(api: Api) -> dict[str, Any]:
 
 
 def _answered(api: Api, asked: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the answers that there are, by the question."""
+    """Return the available answers, by request."""
     found = {}
     for name, given in asked:
         try:
             answer = api.answer(name, {key: [str(value)] for key, value in given.items()})
-        # recovery: the view says that it is not in the file
+        # Recovery: the view shows that the file lacks it.
         except DataError:
             continue
         question = "&".join(f"{key}={value}" for key, value in sorted(given.items()))

@@ -13,13 +13,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-MAX_POINTS = 1200  # of a curve; of longer ones each piece shows its lowest and highest point
+MAX_POINTS = 1200  # of a curve; each piece of a longer one shows its lowest and highest point
 MAX_STEP = 1 << 62
 Row = dict[str, float]
 
 
 class MetricsTable:
-    """Reads metrics.jsonl; lines that are no metrics are left out."""
+    """Reads metrics.jsonl, and skips lines without metrics."""
 
     def __init__(self, path: Callable[[], Path]) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class MetricsTable:
         return [int(row["step"]) for row in self._rows]
 
     def refresh(self) -> None:
-        """Read what was appended; a file that was rewound is read again from its start."""
+        """Read the appended lines; a file that was rewound is read again from its start."""
         with self._lock:
             path = self._path()
             try:
@@ -60,12 +60,12 @@ class MetricsTable:
             self._read += len(whole)
 
     def names(self) -> list[str]:
-        """Return the metrics that the run has written."""
+        """Return the names of the metrics that the run has written."""
         self.refresh()
         return sorted(self._names)
 
     def curve(self, name: str) -> dict[str, Any]:
-        """Return steps and values of a metric, thinned out where there are too many."""
+        """Return steps and values of a metric, thinned out if there are too many."""
         self.refresh()
         points = [(row["step"], row[name]) for row in self._rows if name in row]
         steps = np.array([step for step, _ in points], dtype=np.int64)
@@ -74,7 +74,7 @@ class MetricsTable:
         return {"steps": steps, "values": values}
 
     def rows(self, steps: list[int]) -> list[dict[str, Any]]:
-        """Return all metrics of some steps; {} for a step without any."""
+        """Return all metrics of some steps; {} for a step without metrics."""
         self.refresh()
         by_step = {row["step"]: row for row in self._rows}
         return [_shown(by_step.get(step, {})) for step in steps]
@@ -91,7 +91,7 @@ class MetricsTable:
 
 
 def _row_in(line: bytes) -> Row | None:
-    """Parse a line; None where it is no row of metrics."""
+    """Parse a line; None if it is not a row of metrics."""
     try:
         row = orjson.loads(line)
     except ValueError:
@@ -104,7 +104,7 @@ def _row_in(line: bytes) -> Row | None:
 
 
 def _with_nan(line: bytes) -> Any:
-    """Parse what only Python's json reads; None where there is nothing to read."""
+    """Parse a line that only Python's json accepts; None if it fails, too."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -112,12 +112,12 @@ def _with_nan(line: bytes) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    # a larger whole number is none that a float can be
+    # A larger whole number does not fit a float.
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= MAX_STEP)
 
 
 def _shown(row: Row) -> dict[str, float | str]:
-    """Return a row for cells; values that JSON does not know as their texts."""
+    """Return a row for display; values that JSON cannot hold become text."""
     words = {math.inf: "Infinity", -math.inf: "-Infinity"}
     return {
         name: value if math.isfinite(value) else words.get(value, "NaN")
@@ -128,7 +128,7 @@ def _shown(row: Row) -> dict[str, float | str]:
 def thinned(
     steps: NDArray[np.int64], values: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return at most `MAX_POINTS` points: the lowest, the highest and a NaN of each piece."""
+    """Return at most `MAX_POINTS` points: the lowest, the highest and any NaN of each piece."""
     if len(values) <= MAX_POINTS:
         return steps, values
     unknown = np.isnan(values)

@@ -1,4 +1,4 @@
-"""One run as the page sees it: its files, and nothing outside its folder."""
+"""A run as the page reads it: its files, and nothing outside its folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlcore.view.samples import Samples
 
 
 class LedgerReader(Protocol):
-    """Reads what became of a run's draws. The package `rollout` knows the ledger's file."""
+    """Reads the fate of a run's draws. The package `rollout` knows the format of the ledger."""
 
     def untrained(self) -> dict[str, Any]:
-        """Return `counts`, `events` and `restarts`. Raises DataError where there is no ledger."""
+        """Return `counts`, `events` and `restarts`. Raises DataError if there is no ledger."""
 
     def life(self, draw: int) -> list[dict[str, Any]]:
-        """Return what happened to a draw, in order. Raises DataError as above."""
+        """Return the transitions of a draw, in order. Raises DataError if there is no ledger."""
 
 
 class RunView:
@@ -52,18 +52,18 @@ class RunView:
         """Return `path`, which must lie in the run's folder, links followed.
 
         Raises:
-            DataError: it does not.
+            DataError: it lies outside.
         """
         return inside(self.path, path)
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
-        """Return the run's configuration; {} where there is none or it cannot be read."""
+        """Return the run's configuration; {} if it is missing or unreadable."""
         return self._map_in(self.directory.config_path, yaml.safe_load)
 
     def result(self) -> dict[str, Any]:
-        """Return how the run ended; {} while it goes on or after a kill."""
+        """Return the result of the run; {} while it is running or after a kill."""
         return self._map_in(self.directory.result_path, json.loads)
 
     def _map_in(self, path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class RunView:
         return found if isinstance(found, dict) else {}
 
     def recorded(self) -> dict[int, Path]:
-        """Return the recordings of steps that are on the disk."""
+        """Return the recordings of steps on the disk."""
         return self._by_step(self.directory.rollouts)
 
     def evaluated(self) -> dict[int, Path]:
-        """Return the recordings of evaluations, by the step that they came after."""
+        """Return the recordings of evaluations, by the step that they follow."""
         return self._by_step(self.directory.evaluations)
 
     def _by_step(self, folder: Path) -> dict[int, Path]:
@@ -93,7 +93,7 @@ class RunView:
         }
 
     def recording(self, step: int) -> Path:
-        """Return the file of a step. Raises DataError where it is gone."""
+        """Return the file of a step. Raises DataError if it is gone."""
         path = self.inside(self.directory.rollouts_path(step))
         if not path.is_file():
             raise DataError(
@@ -103,7 +103,7 @@ class RunView:
         return path
 
     def records(self, step: int, rows: Iterable[int]) -> dict[int, Record]:
-        """Return recorded samples by their rows. Raises DataError where one is missing."""
+        """Return recorded samples by their rows. Raises DataError if one is missing."""
         wanted = set(rows)
         found = dict(read_table(self.recording(step), rows=wanted))
         if lacking := wanted - found.keys():
@@ -112,7 +112,7 @@ class RunView:
 
 
 def inside(folder: Path, path: Path) -> Path:
-    """Return `path`, which must lie in a run's resolved folder. Raises as `RunView.inside` does."""
+    """Return `path`, which must lie in a run's resolved folder. Raises as `RunView.inside`."""
     found = path.resolve()
     if not found.is_relative_to(folder):
         raise DataError(f"{path.name} is a link out of the run's folder, which is not followed")
@@ -121,20 +121,20 @@ def inside(folder: Path, path: Path) -> Path:
 
 # --- texts of tokens ------------------------------------------------------------------------------
 
-BROKEN = "\ufffd"  # stands for bytes that are no whole character yet
-SPACE = "\u2581"  # in the names of SentencePiece's tokens
+BROKEN = "\ufffd"  # stands for bytes of an incomplete character
+SPACE = "\u2581"  # a space in the names of SentencePiece's tokens
 MAX_CHARACTER_TOKENS = 8  # tokens that make one character, at most
 
 
 class TokenTexts:
-    """Splits a text into its tokens. The tokenizer is read when it is first asked for.
+    """Splits a text into its tokens; reads the tokenizer at the first use.
 
-    Only `tokenizer.json` of the folder that the configuration names is read: it is data, no code
-    comes with it.
+    It reads only `tokenizer.json` in the configured folder, which is data without code.
 
     Args:
         config: reads the run's configuration.
-        run: the run's folder. Relative paths of its configuration start where it was trained.
+        run: the run's folder. Relative paths of its configuration start at the folder where it
+            was trained.
     """
 
     def __init__(self, config: Callable[[], Mapping[str, Any]], run: Path) -> None:
@@ -142,40 +142,40 @@ class TokenTexts:
         self._run = run
         self._lock = threading.Lock()
         self._tokenizer: Any = None
-        # why texts of tokens are missing
+        # The reason why texts of tokens are missing.
         self.trouble = ""
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token; "" for one that goes on with the character before it.
+        """Return the text of each token; "" for a token that continues the character before it.
 
-        Without a tokenizer each is its number.
+        Without a tokenizer the text is the token's number.
         """
         tokenizer = self._load()
         if tokenizer is None:
             return [f"[{token}]" for token in tokens]
         pieces = tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
-        # of a word alone, some decoders lose its space
-        for place, token in enumerate(tokens):
+        # Some decoders drop the space before a single word.
+        for index, token in enumerate(tokens):
             name = tokenizer.id_to_token(token) or ""
-            if name.startswith(SPACE) and not pieces[place].startswith(" "):
-                pieces[place] = f" {pieces[place]}"
+            if name.startswith(SPACE) and not pieces[index].startswith(" "):
+                pieces[index] = f" {pieces[index]}"
         return self._joined(tokenizer, tokens, pieces)
 
     def _joined(self, tokenizer: Any, tokens: Sequence[int], pieces: list[str]) -> list[str]:
-        """Join tokens that are parts of one character: its text stands at the first of them."""
-        place = 0
-        while place < len(tokens):
+        """Join tokens that are parts of a character: the first token gets its text."""
+        index = 0
+        while index < len(tokens):
             size = 1
-            if BROKEN in pieces[place]:
+            if BROKEN in pieces[index]:
                 for longer in range(2, MAX_CHARACTER_TOKENS + 1):
                     text = tokenizer.decode(
-                        list(tokens[place : place + longer]), skip_special_tokens=False
+                        list(tokens[index : index + longer]), skip_special_tokens=False
                     )
                     if BROKEN not in text:
-                        pieces[place : place + longer] = [text, *[""] * (longer - 1)]
+                        pieces[index : index + longer] = [text, *[""] * (longer - 1)]
                         size = longer
                         break
-            place += size
+            index += size
         return pieces
 
     def _load(self) -> Any:
@@ -192,20 +192,20 @@ class TokenTexts:
 
             try:
                 self._tokenizer = Tokenizer.from_file(str(path))
-            # tokenizers raises no narrower error
+            # tokenizers raises no narrower error.
             except Exception as error:  # noqa: BLE001
                 self.trouble = f"{path} cannot be read ({error}), so tokens are shown by number"
             return self._tokenizer
 
     def _candidates(self) -> list[Path]:
-        """Return where the tokenizer may be."""
+        """Return the folders that may hold the tokenizer."""
         config = self._config()
         model, run = (config.get(name) for name in ("model", "run"))
         given = model if isinstance(model, dict) else {}
         folder = Path(str(given.get("tokenizer") or given.get("path") or ""))
         found = [folder]
         if isinstance(run, dict) and not folder.is_absolute():
-            # `run.dir` is relative to the same folder, and the run lies one below it
+            # `run.dir` is relative to the same folder, and the run lies one level below `run.dir`.
             above = len(Path(str(run.get("dir", "runs"))).parts)
             found += [self._run.parents[above] / folder] if above < len(self._run.parents) else []
         return [path / "tokenizer.json" for path in found if folder.parts]

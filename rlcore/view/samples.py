@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from rlcore.errors import DataError
 from rlcore.runs.sample_index import COLUMNS, MERGED, NAMED
 
-PART = "part."  # begins the name of a column with one part of the reward
+PART = "part."  # prefix of columns with a part of the reward
 COMPARISONS = ("<", "<=", "=", "!=", ">=", ">")
-MAX_STEPS_OF_NAMES = 50  # that are looked at for the names of sources, parts, ...
+MAX_STEPS_OF_NAMES = 50  # steps that are searched for names of sources, parts, ...
 MAX_PARTS = 200
 MAX_INTEGER = 1 << 63
-# scalars of one sample, by column
+# The scalars of a sample, by column.
 Row = dict[str, Any]
-# Names of folders may look like partitions.
+# Folder names may look like partitions, so DuckDB must not parse them.
 TABLE = "read_parquet({}, hive_partitioning=false, file_row_number={}) AS {}"
 # JSON holds the texts of a conversation and of a label.
 SEARCH = """
@@ -35,7 +35,7 @@ SEARCH = """
 
 @dataclass(frozen=True)
 class Filter:
-    """A condition on one column; `value` is a text for columns of names."""
+    """A condition on a column; `value` is a text for columns of names."""
 
     column: str
     comparison: str
@@ -44,18 +44,18 @@ class Filter:
 
 @dataclass(frozen=True)
 class Found:
-    """The samples that were asked for, and how many there are in all."""
+    """The requested samples, and the number of all that match."""
 
     total: int
     rows: list[Row]
 
 
 class Samples:
-    """Answers which samples of a run fit.
+    """Finds samples of a run.
 
     Args:
-        files: returns the tables of scalars that are on the disk, by step in order.
-        merged: returns those of several steps, by the last of them.
+        files: returns the tables of scalars on the disk, by step in order.
+        merged: returns the tables that cover several steps, by the last step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Samples:
     ) -> None:
         self._files = files
         self._merged = merged
-        # extensions are never fetched: those that are needed are built in
+        # Never download extensions: all that are needed are built in.
         self._database = duckdb.connect(config={"autoinstall_known_extensions": "false"})
         self._counts: dict[tuple[Path, int], int] = {}
         self._columns: tuple[list[int], dict[str, list[str]]] = ([], {})
@@ -73,7 +73,7 @@ class Samples:
         return [*self._files()]
 
     def count(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         marks = [(path, path.stat().st_mtime_ns) for path in self._tables(0, MAX_INTEGER)]
         for mark in marks:
             if mark not in self._counts:
@@ -81,7 +81,7 @@ class Samples:
         return sum(self._counts[mark] for mark in marks)
 
     def columns(self) -> dict[str, list[str]]:
-        """Return the columns that can be asked for; those of names with their names."""
+        """Return the columns for queries; columns of names come with their names."""
         files = self._files()
         looked_at = np.linspace(0, len(files) - 1, min(len(files), MAX_STEPS_OF_NAMES)).round()
         steps = [[*files][int(at)] for at in looked_at]
@@ -109,11 +109,11 @@ class Samples:
         """Find samples of steps `first` to `last`.
 
         Args:
-            order: a column, "-" before it for the highest first; what has no value comes last.
+            order: a column, with "-" before it for descending order; missing values come last.
                 Default: newest step first, in the order of the recording.
 
         Raises:
-            DataError: a filter or order by something that is no column.
+            DataError: a filter or `order` names an unknown column.
         """
         files = self._tables(first, last)
         if not files:
@@ -126,7 +126,7 @@ class Samples:
             by = f"{column} {'DESC' if order.startswith('-') else 'ASC'} NULLS LAST, {by}"
             values |= named
         page = f"LIMIT {limit:d} OFFSET {offset:d}"
-        # all columns are read of the rows alone that are shown
+        # Read all columns only for the rows that are shown.
         sql = (
             f"WITH found AS (SELECT step, row FROM {{}} WHERE {where} ORDER BY {by} {page})"
             f" SELECT * FROM {{}} WHERE (step, row) IN (FROM found) ORDER BY {by}"
@@ -134,7 +134,7 @@ class Samples:
         return Found(total, [*map(_row, self._query(sql, files, values))])
 
     def search(self, step: int, recording: Path, text: str, filters: Sequence[Filter]) -> list[Row]:
-        """Return the samples of a step with a text in prompt, answer, label or error."""
+        """Return the samples of a step that contain a text in prompt, answer, label or error."""
         files = [path for known, path in self._files().items() if known == step]
         if not files:
             return []
@@ -150,13 +150,13 @@ class Samples:
         return [*map(_row, self._query(sql, files, values))]
 
     def rewards(self, step: int) -> NDArray[np.float64]:
-        """Return the rewards of a step's samples, of those that have one."""
+        """Return the rewards of a step's samples, without missing ones."""
         found = self.select(step, step, limit=MAX_INTEGER - 1).rows
         rewards = np.array([row["reward"] for row in found], dtype=np.float64)
         return rewards[np.isfinite(rewards)]
 
     def _tables(self, first: int, last: int) -> list[Path]:
-        """Return the fewest files that together have the scalars of steps `first` to `last`."""
+        """Return the fewest files that cover the scalars of steps `first` to `last`."""
         files = {step: path for step, path in self._files().items() if first <= step <= last}
         tables = []
         for end, path in self._merged().items():
@@ -170,7 +170,7 @@ class Samples:
     def _query(
         self, sql: str, files: Iterable[Path], values: dict[str, Any] | None = None
     ) -> list[tuple[Any, ...]]:
-        """Return the rows of a query about the tables in `files`, which stand at `{}`."""
+        """Return the rows of a query; `{}` in it stands for the tables in `files`."""
         named = {"files": [glob.escape(str(path)) for path in files], **(values or {})}
         try:
             table = TABLE.format("$files", "false", "scalars")
@@ -185,7 +185,7 @@ def _row(values: Sequence[Any]) -> Row:
 
 
 def _conditions(filters: Sequence[Filter]) -> tuple[str, dict[str, Any]]:
-    """Return the filters as SQL, and the values that it names."""
+    """Return the filters as SQL, and the values of its parameters."""
     parts = ["true"]
     values: dict[str, Any] = {}
     for number, one in enumerate(filters):
@@ -205,7 +205,7 @@ def _conditions(filters: Sequence[Filter]) -> tuple[str, dict[str, Any]]:
 
 
 def _column(name: str, parameter: str) -> tuple[str, dict[str, str]]:
-    """Return a column as SQL, and the value that it names; DataError where there is none."""
+    """Return a column as SQL, and the values of its parameters. Raises DataError if unknown."""
     if name.startswith(PART):
         return f"scalars.parts[${parameter}]", {parameter: name.removeprefix(PART)}
     if name not in COLUMNS or name == "parts":

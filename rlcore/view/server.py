@@ -1,4 +1,4 @@
-"""The local server of the page: loopback alone, a token in every address, reading only."""
+"""The local server of the page: loopback only, a token in every address, read-only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPTS = (
 )
 STYLE = "style.css"
 PAGE = "index.html"
-# A page of another site that a name server points here sends its own name.
+# A foreign site whose name resolves to this machine (DNS rebinding) sends its own name.
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _KINDS = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
 POLICY = (
@@ -48,12 +48,12 @@ HEADERS = {
 
 
 def to_json(value: Any) -> bytes:
-    """Return JSON; what is not finite becomes null."""
+    """Return JSON, with null for numbers that are not finite."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(value, option=options, default=str)
     except TypeError:
-        # integers beyond 64 bits, and halves of surrogate pairs
+        # orjson rejects integers beyond 64 bits and halves of surrogate pairs.
         known = json.loads(rollouts.to_json(value), parse_constant=lambda _: None)
         return json.dumps(known).encode()
 
@@ -92,7 +92,7 @@ class ViewServer:
         return f"http://{HOST}:{self.port}/{self.token}/"
 
     def serve(self) -> None:
-        """Answer requests until `stop` or an exception of a signal's handler."""
+        """Answer requests until `stop`, or an exception in a signal handler."""
         runner = self._loop.run_until_complete(self._listen())
         try:
             self._loop.run_until_complete(self._end.wait())
@@ -108,7 +108,7 @@ class ViewServer:
         self._loop.call_soon_threadsafe(self._end.set)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        """Answer with a file of the page or with JSON; without the token with nothing."""
+        """Answer with a file of the page or with JSON; reject requests without the token."""
         parts = urlsplit(request.path_qs)
         _, token, *rest = [*parts.path.split("/"), ""]
         if request.method != "GET":
@@ -137,7 +137,7 @@ class ViewServer:
         except (DataError, ValueError) as error:
             return HTTPStatus.BAD_REQUEST, to_json({"error": str(error)})
         except (LookupError, OSError) as error:
-            # files that were deleted or rewound meanwhile
+            # Files were deleted or rewound meanwhile.
             message = f"the run's files have changed: {error!r}; try again"
             return HTTPStatus.CONFLICT, to_json({"error": message})
 

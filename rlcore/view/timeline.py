@@ -1,4 +1,4 @@
-"""The timeline of one step for the page: lanes with their spans, and who waited for whom."""
+"""The timeline of a step for the page: lanes with their spans, and the waits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from rlcore.timeline.files import ORDER, Span, read_spans, recorded_steps
 from rlcore.view.run import RunView
 
-MAX_LANES = 12  # of a group; the others are counted
-PIECES = 1500  # of a lane; what is shorter than one is drawn with its neighbour
+MAX_LANES = 12  # shown of a group; the others are counted
+PIECES = 1500  # of a lane; shorter spans are drawn together with their neighbours
 NEWEST = 400  # steps to choose from
 
 
 def timeline_of(run: RunView, step: int | None) -> dict[str, Any]:
-    """Return what the page draws of a step, by default the newest.
+    """Return the page's drawing of a step, by default the newest.
 
     Raises:
-        DataError: the run has no timeline of the step, or a file of it lies elsewhere.
+        DataError: the run has no timeline of the step, or a file lies outside the run's folder.
     """
     folder = run.inside(run.directory.timeline)
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -56,7 +56,7 @@ def timeline_of(run: RunView, step: int | None) -> dict[str, Any]:
 
 
 def _drawn(spans: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
-    """Return the spans within the step, with how deep they nest; many short ones as one."""
+    """Return the spans within the step with their depth; many short spans become one."""
     piece = (end - begin) / PIECES
     found: list[dict[str, Any]] = []
     open_until: list[float] = []
@@ -83,7 +83,7 @@ def _drawn(spans: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
 
 
 def _sums(waits: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
-    """Return how long each waited for which other, the longest first."""
+    """Return the total of each wait between two parties, longest first."""
     sums: dict[tuple[str, str], float] = {}
     for span in waits:
         key = (span.group, span.name.removeprefix("waits for "))
@@ -97,7 +97,7 @@ def _order_of(group: str) -> int:
 
 
 def _natural(lane: str) -> tuple[bool, str, int]:
-    """Order main lanes and idle time first, and numbers as numbers."""
+    """Sort main lanes and idle time first, and numbers by value."""
     name, _, count = lane.rpartition(" ")
     first = lane in ("main", "idle", "weights", "stages")
     return (not first, name, int(count)) if count.isdecimal() else (not first, lane, 0)
@@ -105,7 +105,7 @@ def _natural(lane: str) -> tuple[bool, str, int]:
 
 # --- idle time ------------------------------------------------------------------------------------
 
-MIN_GAP_S = 1e-4  # seconds; shorter gaps are no wait
+MIN_GAP_S = 1e-4  # shorter gaps do not count as waits
 IDLE = "idle"  # the lane
 NOT_OWN = ("step", "generation", "evaluation")  # phases in which the trainer itself waits
 Interval = tuple[float, float]
@@ -113,10 +113,10 @@ Named = tuple[float, float, str]
 
 
 def idle_spans(spans: Sequence[Span]) -> list[Span]:
-    """Return a span for each time in which rank 0 or an engine waited, named after whom for.
+    """Return a span for each wait of rank 0 or an engine, named after what it waited for.
 
-    An engine is idle while it has no request. Rank 0 is while it waits for rollouts, which is its
-    phase `generation` or `evaluation`. Other ranks record their waits themselves.
+    An engine is idle while it has no request. Rank 0 is idle while it waits for rollouts, in its
+    phases `generation` and `evaluation`. Other ranks record their waits themselves.
     """
     rank0 = [span for span in spans if span.group == "rank 0" and span.lane == "main"]
     if not rank0:
@@ -151,12 +151,12 @@ def idle_spans(spans: Sequence[Span]) -> list[Span]:
 
 
 def is_weights(span: Span) -> bool:
-    """Whether a span is the time in which a publication held an engine."""
+    """Return whether a span is the time in which a publication held an engine."""
     return span.lane == "weights"
 
 
 def _rollout_work(spans: Iterable[Span]) -> Iterator[Named]:
-    """Yield what the rollout service waited for, the first of what happens at once first."""
+    """Yield the activities that the rollout service waited for, by priority."""
     groups: dict[str, list[Interval]] = {"engines": [], "tools": [], "rewards": []}
     for span in spans:
         if span.kind != "X":
@@ -182,7 +182,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def gaps(busy: Sequence[Interval], begin: float, end: float) -> list[Interval]:
-    """Return what disjoint intervals leave free between `begin` and `end`."""
+    """Return the gaps that disjoint intervals leave between `begin` and `end`."""
     found = []
     at = begin
     for start, stop in busy:
@@ -194,7 +194,7 @@ def gaps(busy: Sequence[Interval], begin: float, end: float) -> list[Interval]:
 
 
 def named(idle: Sequence[Interval], reasons: Sequence[Named], *, default: str) -> list[Named]:
-    """Cut idle time where its reason changes; of reasons at once the first of the list counts.
+    """Split idle time by reason; of simultaneous reasons the first in the list counts.
 
     Args:
         idle: disjoint, in order.
