@@ -77,24 +77,24 @@ function nearest(steps, wanted) {
 
 function crosshair(figure, picture, lines, x, first, last) {
   const rule = svg("line", { class: "rule", x1: -9, x2: -9, y1: EDGE.top, y2: HEIGHT - EDGE.bottom });
-  const told = el("figcaption", {}, "\u00a0");
+  const caption = el("figcaption", {}, "\u00a0");
   picture.append(rule);
-  figure.append(told);
-  const tell = (step) => {
+  figure.append(caption);
+  const showAt = (step) => {
     const found = lines.map((line) => ({ line, k: nearest(line.steps, step) }));
     const at = found[0].line.steps[found[0].k];
     rule.setAttribute("x1", x(at));
     rule.setAttribute("x2", x(at));
-    told.replaceChildren();
-    add(told, [`step ${at}`, found.map(({ line, k }) =>
+    caption.replaceChildren();
+    add(caption, [`step ${at}`, found.map(({ line, k }) =>
       el("span", { class: "c" + (line.colour % 8) }, ` ${lines.length > 1 ? line.name + " " : ""}${line.values[k] === null ? "not finite" : number(line.values[k])}`))]);
   };
   picture.addEventListener("mousemove", (event) => {
     const box = picture.getBoundingClientRect();
     const at = ((event.clientX - box.left) / box.width) * WIDTH;
-    tell(first + ((at - EDGE.left) / (WIDTH - EDGE.left - EDGE.right)) * (last - first));
+    showAt(first + ((at - EDGE.left) / (WIDTH - EDGE.left - EDGE.right)) * (last - first));
   });
-  tell(last);
+  showAt(last);
 }
 
 function sparkline(steps, values, label) {

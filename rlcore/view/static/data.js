@@ -1,5 +1,5 @@
 "use strict";
-// Where the page gets its data from: the server, or what an exported page holds itself.
+// The source of the data: the server, or the block inside an exported page.
 
 const embedded = document.getElementById("embedded");
 const Offline = embedded ? JSON.parse(embedded.textContent) : null;
@@ -70,7 +70,7 @@ function stepsBetween(steps = "newest") {
   return found ? [+found[1], +(found[2] ?? found[1])] : [0, Infinity];
 }
 
-// The address says all that the page shows: "#view?key=value&...".
+// The address determines what the page shows: "#view?key=value&...".
 const Address = {
   read() {
     const [view, query] = location.hash.slice(1).split("?");
@@ -87,7 +87,7 @@ const Address = {
   go(view, given) {
     location.hash = Address.of(view, given);
   },
-  // Changes the address of the view at hand without another entry in the history.
+  // Changes the address of the current view without adding an entry to the history.
   replace(view, given) {
     history.replaceState(null, "", Address.of(view, given));
   },
@@ -97,9 +97,9 @@ function sampleAddress(run, row, more = {}) {
   return Address.of("sample", { run, step: row.step, draw: row.draw, index: row.index, ...more });
 }
 
-// The views, by the word of their address; main.js shows them.
+// The views, by their name in the address; main.js shows them.
 const Views = {};
-// What every view may need: the list of runs, as the server told it last.
+// The newest list of runs from the server, for every view.
 const State = { runs: [], follow: false };
 
 function runOf(given) {

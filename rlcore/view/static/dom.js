@@ -1,5 +1,5 @@
 "use strict";
-// Everything that a run wrote is hostile. It comes into the page as text nodes alone, made here;
+// All content of a run is hostile. It enters the page only as text nodes, which are made here;
 // no markup is ever parsed, and the policy of the page forbids it too.
 
 // Characters that hide or reorder text are spelled out.
@@ -17,7 +17,7 @@ function plain(value) {
   return String(value ?? "").replace(HIDDEN, spelled);
 }
 
-// Nodes of a text; what is spelled out gets a mark of its own.
+// Nodes of a text; spelled-out characters are marked.
 function text(value) {
   const given = String(value ?? "");
   const nodes = [];
@@ -90,7 +90,7 @@ function number(value, digits = 4) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(digits));
 }
 
-// Heads of columns with numbers, which stand at the right.
+// Heads of numeric columns, which are right-aligned.
 const NUMBERS = new Set([
   "step", "steps", "samples", "reward", "evaluation", "length", "entropy", "KL", "staleness", "flat groups", "seconds",
   "seconds a step", "answers", "right", "mean reward", "now right", "now wrong", "after step", "draws", "draw", "change",
@@ -108,7 +108,7 @@ function note(...children) {
   return el("p", { class: "note" }, ...children);
 }
 
-// A small panel beside what is pointed at or focused.
+// A small panel next to the hovered or focused node.
 const Tip = {
   show(anchor, ...children) {
     const tip = document.getElementById("tip");
@@ -126,7 +126,7 @@ const Tip = {
     Tip.again = null;
     document.getElementById("tip").hidden = true;
   },
-  // Shows what `make` returns while `node` is pointed at or focused.
+  // Shows the result of `make` while `node` is hovered or focused.
   on(node, make) {
     const show = () => {
       Tip.again = show;

@@ -16,7 +16,7 @@ async function showGroup(run, where, body, alive) {
           answers[k].texts.slice(common).map((shown, t) => answers[k].trained[common + t] ? shown : el("span", { class: "context" }, shown)))))));
 }
 
-// What follows the prompt: the tokens from the first trainable one on.
+// The tokens after the prompt, from the first trainable token on.
 function answerOf(page) {
   const first = page.mask.indexOf(1);
   const from = first < 0 ? page.tokens.length : first;

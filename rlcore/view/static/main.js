@@ -1,5 +1,5 @@
 "use strict";
-// The frame: which view is shown, keys, the theme, and following a run that goes on.
+// The frame: the current view, keys, the theme, and following a running run.
 
 const FOLLOW_MS = 2000;
 const THEMES = ["auto", "light", "dark"];
@@ -48,7 +48,7 @@ function drawTabs(view, given) {
 function drawRuns(given) {
   const select = document.getElementById("run");
   const chosen = runOf(given);
-  // The runs stay the same, and a list that is open stays so.
+  // The runs stay the same, and an open list stays open.
   if (!select.options.length) select.append(...State.runs.map((run) => el("option", { value: run.name }, run.name)));
   select.value = chosen.name;
   select.parentElement.hidden = State.runs.length < 2;

@@ -1,5 +1,5 @@
 "use strict";
-// What was not trained, evaluations, and two steps side by side.
+// Untrained draws, evaluations, and two steps side by side.
 
 const WORDS = {
   dropped: "dropped by the filter", failed: "failed:", requeued: "given back:",
@@ -78,7 +78,7 @@ async function answersOf(run, chosen, before, found, place, alive) {
   const side = (answer) => answer === null ? el("td", {}, "") : el("td", { class: "text" },
     verdictMark(answer.verdict), el("span", { class: "why" }, `reward ${number(answer.reward)}, ${answer.length} tokens, ${answer.finish}${answer.branches > 1 ? `, ${answer.branches} branches` : ""}`),
     el("div", {}, answer.response));
-  place.append(el("h2", {}, `Answers after step ${chosen.step} `, el("label", {}, "beside those after step ", select)),
+  place.append(el("h2", {}, `Answers after step ${chosen.step} `, el("label", {}, "next to those after step ", select)),
     table({ class: "rows answers", label: "Answers" }, ["", "prompt", "label", `after step ${before}`, `after step ${chosen.step}`], answers.rows.map((row) =>
       el("tr", { "data-row": true, class: row.flip },
         el("td", { title: row.flip ? `flipped: ${row.flip}` : "" }, { better: "\u2197 right", worse: "\u2198 wrong" }[row.flip] ?? ""),
@@ -121,8 +121,8 @@ function metricPairs(metrics, names) {
 
 function promptPairs({ prompts, missing }, sides) {
   if (!prompts.length) return note(missing || "None.");
-  const cell = (told, [run, step]) => el("td", { class: "text" },
-    el("a", { href: sampleAddress(run.name, { step, draw: told.draw, index: told.index }) }, `${told.draw}.${told.index}`), el("span", { class: "why" }, ` mean reward ${number(told.reward)} of ${told.samples}`), el("div", {}, told.response));
+  const cell = (sample, [run, step]) => el("td", { class: "text" },
+    el("a", { href: sampleAddress(run.name, { step, draw: sample.draw, index: sample.index }) }, `${sample.draw}.${sample.index}`), el("span", { class: "why" }, ` mean reward ${number(sample.reward)} of ${sample.samples}`), el("div", {}, sample.response));
   return table({ class: "rows answers", label: "Prompts" }, ["prompt", ...sides.map(([run, step]) => `${run.name} ${step}`)],
     prompts.map((row) => el("tr", { "data-row": true }, el("td", { class: "text", title: row.prompt_id }, endOf(row.a.prompt.trim())), cell(row.a, sides[0]), cell(row.b, sides[1]))));
 }

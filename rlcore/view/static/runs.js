@@ -8,7 +8,7 @@ const FIRST_METRICS = [
   "perf/trainer_idle_fraction", "time/step",
 ];
 
-const MOST_CHARTS = 50; // the server answers with no more curves at once
+const MAX_CHARTS = 50; // curves per answer of the server
 
 const STEP_HEADS = [
   ["rollout/reward", "reward"], ["eval/score", "evaluation"], ["val/sequence_lengths", "length"],
@@ -52,7 +52,7 @@ async function runTable(chosen) {
   return table({ class: "rows", label: "Runs" }, heads, rows);
 }
 
-// Definitions take the server seconds at first, so they are asked for once, behind the curves.
+// The first request for definitions takes seconds, so it is made once, after the curves.
 const Definitions = { found: null, asked: false };
 
 async function defineMetrics() {
@@ -83,7 +83,7 @@ Views.curves = {
     const legend = State.runs.length > 1
       ? el("p", { class: "legend" }, State.runs.map((run, k) => el("span", { class: "c" + (k % 8) }, " \u25a0 " + run.name))) : null;
     place.append(el("div", { class: "split" }, metricList(known, chosen, given), el("div", {}, legend, charts)));
-    const shown = chosen.slice(0, MOST_CHARTS);
+    const shown = chosen.slice(0, MAX_CHARTS);
     const curves = await ask("curves", { metric: shown });
     if (!alive()) return;
     if (chosen.length > shown.length) charts.append(note(`the first ${shown.length} of ${chosen.length} metrics that are chosen`));

@@ -92,7 +92,7 @@ function thought(words) {
   return words ? el("details", { class: "thought" }, el("summary", {}, `thinking, ${String(words).length} characters`), el("pre", {}, words)) : null;
 }
 
-// Folds what stands between <think> and </think>; an end without a beginning folds all before it.
+// Folds the text between <think> and </think>; an end without a beginning folds all text before it.
 function withThoughts(content) {
   const found = /^([\s\S]*?)<\/think>([\s\S]*)$/.exec(content);
   if (!found) {

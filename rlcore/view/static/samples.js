@@ -182,11 +182,11 @@ async function fillTexts(run, rows, holder, alive) {
   }
 }
 
-// Steps are searched newest first; the server says after a moment where to go on.
+// Steps are searched newest first; after a moment the server answers with the step to continue from.
 async function searchTexts(run, given, query, holder, alive) {
-  const told = el("p", { class: "pages", role: "status" });
+  const summary = el("p", { class: "pages", role: "status" });
   const found = el("div");
-  holder.append(told, found);
+  holder.append(summary, found);
   const rows = [];
   let before;
   let on = true;
@@ -199,8 +199,8 @@ async function searchTexts(run, given, query, holder, alive) {
     missing += answer.missing;
     before = answer.before;
     on = on && before > 0 && rows.length < PAGE;
-    told.replaceChildren();
-    add(told, [`${rows.length} samples with \u201c${given.text}\u201d`, before ? `, down to step ${before} ` : " ",
+    summary.replaceChildren();
+    add(summary, [`${rows.length} samples with \u201c${given.text}\u201d`, before ? `, down to step ${before} ` : " ",
       missing ? `(${missing} steps are not on the disk) ` : "", on ? stop : ""]);
     if (answer.rows.length || !on) found.replaceChildren(sampleTable(run, { ...given, sort: "" }, rows, { fixed: true }));
   }

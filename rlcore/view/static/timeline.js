@@ -1,5 +1,5 @@
 "use strict";
-// The timeline of one step: what each process did, and who waited for whom.
+// The timeline of a step: the activities of each process, and their waits.
 
 const LANE = { width: 1100, left: 150, height: 15, deep: 11, head: 16, foot: 18 };
 const COLOURS = [[/^rank /, 0], [/^publication/, 1], [/^engine /, 2], [/^tools/, 3], [/^rewards/, 4]];
@@ -14,7 +14,7 @@ Views.timeline = {
     if (!alive()) return;
     place.append(stepBar(run, found, given), lanesOf(found));
     if (found.lost) place.append(note(`${found.lost} records are missing: there was no room for them in memory`));
-    place.append(el("h2", {}, "Who waited for whom"),
+    place.append(el("h2", {}, "Waits"),
       found.waits.length ? table({ class: "rows", label: "Waits" }, ["who", "waited for", "seconds", "of the step"], found.waits.map((wait) =>
         el("tr", { "data-row": true }, el("td", {}, wait.who), el("td", {}, wait.whom), el("td", { class: "n" }, number(wait.seconds)),
           el("td", { class: "n" }, Math.round((100 * wait.seconds) / found.seconds) + " %"))))

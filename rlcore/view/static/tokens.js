@@ -11,7 +11,7 @@ function percentile(values, share) {
   return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : 0;
 }
 
-// Returns a function from a value to a colour, and what the ends of the scale stand for.
+// Returns a function from a value to a colour, and the values at the ends of the scale.
 function colours(vector) {
   const middle = vector.scale === "around 1" ? 1 : 0;
   if (vector.scale === "steps") {
@@ -48,10 +48,10 @@ function tokenView(page, given, changed) {
   const scale = colours(chosen);
   const select = el("select", { "aria-label": "Colour by", on: { change: () => changed(select.value) } },
     vectors.map((vector) => el("option", { value: vector.name, selected: vector === chosen, title: vector.text }, vector.title)));
-  const told = el("div", { class: "told", role: "status", "aria-live": "off" }, "point at a token, or move with the arrow keys");
+  const details = el("div", { class: "token-details", role: "status", "aria-live": "off" }, "point at a token, or move with the arrow keys");
   const box = el("div", { class: "text", tabindex: "0", role: "textbox", "aria-readonly": "true", "aria-label": "Tokens; arrow keys move" });
   add(holder, [el("p", { class: "bar" }, el("label", {}, "colour by ", select), " ", legendOf(scale), " ", el("span", { class: "why" }, chosen.text)),
-    page.trouble ? note(page.trouble) : null, told, box]);
+    page.trouble ? note(page.trouble) : null, details, box]);
   const places = placesOf(page.mask);
   const spans = [];
   const more = el("button", { type: "button", on: { click: () => fill(page.tokens.length) } }, "show all tokens");
@@ -69,8 +69,8 @@ function tokenView(page, given, changed) {
     spans[at]?.classList.remove("at");
     at = t;
     spans[t].classList.add("at");
-    told.replaceChildren();
-    add(told, tell(page, t, places[t], chosen));
+    details.replaceChildren();
+    add(details, describe(page, t, places[t], chosen));
   };
   box.addEventListener("mouseover", (event) => {
     const found = event.target.closest("[data-t]");
@@ -87,7 +87,7 @@ function tokenView(page, given, changed) {
   return holder;
 }
 
-// Which of the trainable tokens each token is; -1 for context.
+// The index of each token among the trainable tokens; -1 for context.
 function placesOf(mask) {
   let next = 0;
   return mask.map((bit) => (bit ? next++ : -1));
@@ -97,7 +97,7 @@ function tokenSpan(page, t, place, vector, scale) {
   const shown = page.texts[t];
   const node = el("span", { class: place < 0 ? "token context" : "token", "data-t": t });
   if (shown === "") node.classList.add("joined");
-  // A line end is seen and breaks the line.
+  // A line end is visible and breaks the line.
   shown.split("\n").forEach((part, k) => {
     if (k) node.append(el("span", { class: "newline" }, "\u21b5"), document.createTextNode("\n"));
     node.append(...text(part));
@@ -106,7 +106,7 @@ function tokenSpan(page, t, place, vector, scale) {
   return node;
 }
 
-function tell(page, t, place, chosen) {
+function describe(page, t, place, chosen) {
   const head = [el("b", {}, JSON.stringify(page.texts[t])), ` token ${page.tokens[t]} at ${t}`];
   if (place < 0) return [...head, el("span", { class: "why" }, " context: not trained")];
   return [...head, ` trainable ${place} `, page.vectors.map((vector) =>

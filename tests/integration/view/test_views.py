@@ -174,7 +174,7 @@ def test_tokens_by_every_vector_that_was_trained(reader: Reader, single: Path) -
         reader.see(f".tokens[data-vector='{name}']")
     first = record["loss_mask"].index(1)
     reader.see(f"[data-t='{first}']").hover()
-    told = reader.text(".told")
+    told = reader.text(".token-details")
     assert f"token {record['tokens'][first]} at {first}" in told
     shown = re.search(r"\badvantage\s+([-+.\de]+\d)", told)
     assert shown
