@@ -39,7 +39,7 @@ class History:
     def risen(self, row: Row) -> str:
         """Describe the rise of the reward since the first rows; "" if it has not risen."""
         reward = first(row, REWARD)
-        earlier = _firsts(self.first, REWARD)
+        earlier = _first_values(self.first, REWARD)
         if reward is None or len(earlier) < MIN_ROWS:
             return ""
         began = statistics.mean(earlier)
@@ -108,7 +108,7 @@ def _one_step(row: Row, history: History) -> str:
 
 def _collapsed(row: Row, history: History) -> str:
     reward = first(row, REWARD)
-    earlier = _firsts(history.lately, REWARD)
+    earlier = _first_values(history.lately, REWARD)
     if reward is None or not earlier:
         return ""
     starts = range(max(1, len(earlier) - MIN_ROWS + 1))
@@ -263,12 +263,12 @@ def _one_text(row: Row, history: History) -> str:
     risen = history.risen(row)
     if not risen or history.groups < 4 or share < 0.8:
         return ""
-    return f"{risen}, and {share:.0%} of the responses, of all prompts, are one and the same text"
+    return f"{risen}, and {share:.0%} of the responses, of all prompts, are the same text"
 
 
 def _grows(row: Row, history: History) -> str:
     length = first(row, LENGTH)
-    earlier = _firsts(history.lately, LENGTH)
+    earlier = _first_values(history.lately, LENGTH)
     risen = history.risen(row)
     if not risen or length is None or len(earlier) < MIN_ROWS:
         return ""
@@ -397,7 +397,7 @@ RULES = (
         "rewarded responses are cut off",
         _cut_off,
         "what is right is mostly finished; below three quarters it is a limit that is too low,"
-        " and a task whose responses are cut off from the start is meant so",
+        " and a task whose responses are cut off from the start is meant to be",
         _SAMPLES + "reward.non_stop_penalty, rollout.sampling.max_new_tokens",
         patience=2,
     ),
@@ -425,6 +425,6 @@ def _values(rows: Sequence[Row], name: str) -> list[float]:
     return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
-def _firsts(rows: Sequence[Row], names: Sequence[str]) -> list[float]:
+def _first_values(rows: Sequence[Row], names: Sequence[str]) -> list[float]:
     """Return each row's value under the first of `names` that the row has."""
     return [value for row in rows if (value := first(row, names)) is not None]

@@ -92,9 +92,9 @@ class Progress(BaseTracker):
         # The time at which a step's line was last written.
         self._shown: float | None = None
         # The line of the last step, until it is written.
-        self._withheld = ""
+        self._pending = ""
         # Whether the display has said that it leaves out steps.
-        self._said_so = False
+        self._has_explained = False
 
     def start(self, description: Mapping[str, str]) -> None:
         """Show the settings as a table."""
@@ -112,10 +112,10 @@ class Progress(BaseTracker):
             self._intervals.append(now - self._last)
         self._step = step
         self._last = now
-        if self._withheld and not self._said_so:
+        if self._pending and not self._has_explained:
             self.write("(a line for several quick steps; metrics.jsonl has each)")
-            self._said_so = True
-        self._withheld = " | ".join([self._position(), *self._fields(metrics)])
+            self._has_explained = True
+        self._pending = " | ".join([self._position(), *self._fields(metrics)])
         evaluated = evaluated_sets(metrics)
         if (
             evaluated
@@ -160,10 +160,10 @@ class Progress(BaseTracker):
 
     def _show_step(self) -> None:
         """Write the line of the last step, unless it is written; other lines refer to this step."""
-        if self._withheld:
-            self.write(self._withheld)
+        if self._pending:
+            self.write(self._pending)
             self._shown = self._last
-            self._withheld = ""
+            self._pending = ""
 
     def write(self, line: str) -> None:
         """Write a line and flush it."""

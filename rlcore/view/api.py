@@ -131,7 +131,7 @@ class Api:
         return {
             "name": run.name,
             "path": str(run.path),
-            "status": result.get("status", "going on or killed"),
+            "status": result.get("status", "running or killed"),
             "reason": result.get("reason", ""),
             "newest": run.metrics.newest(),
             "evaluated": run.metrics.last("eval/score"),

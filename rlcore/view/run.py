@@ -34,8 +34,8 @@ class RunView:
     def __init__(self, name: str, path: Path, ledger: LedgerReader) -> None:
         if not (path / "config.yaml").is_file() and not (path / "metrics.jsonl").is_file():
             raise UserError(
-                f"{path} is no run: it has neither config.yaml nor metrics.jsonl; give folders as"
-                " runs/NAME"
+                f"{path} is not a run: it has neither config.yaml nor metrics.jsonl; give folders"
+                " as runs/NAME"
             )
         self.name = name
         self.ledger = ledger

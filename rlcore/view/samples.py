@@ -190,7 +190,7 @@ def _conditions(filters: Sequence[Filter]) -> tuple[str, dict[str, Any]]:
     values: dict[str, Any] = {}
     for number, one in enumerate(filters):
         if one.comparison not in COMPARISONS:
-            raise DataError(f"{one.comparison!r} is no comparison; use {' '.join(COMPARISONS)}")
+            raise DataError(f"{one.comparison!r} is not a comparison; use {' '.join(COMPARISONS)}")
         column, named = _column(one.column, f"part_{number}")
         value = one.value
         if one.column in (*NAMED, "prompt_id"):
@@ -209,5 +209,5 @@ def _column(name: str, parameter: str) -> tuple[str, dict[str, str]]:
     if name.startswith(PART):
         return f"scalars.parts[${parameter}]", {parameter: name.removeprefix(PART)}
     if name not in COLUMNS or name == "parts":
-        raise DataError(f"{name[:40]!r} is no column of samples")
+        raise DataError(f"{name[:40]!r} is not a column of samples")
     return f'scalars."{name}"', {}

@@ -95,5 +95,5 @@ def test_in_the_process_of_the_service_it_needs_a_way_for_weights_to_another_pro
 ) -> None:
     refused = workspace.train("refused engine", *MINE, "rollout.service=process")
     assert refused.code == 2
-    assert "takes weights in its own process alone" in refused.err
+    assert "takes weights only inside its own process" in refused.err
     assert "set rollout.service to in_process" in refused.err

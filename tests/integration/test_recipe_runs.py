@@ -229,7 +229,7 @@ def test_a_recipe_trains_on_rows_of_its_data(workspace: Workspace, judge: str, c
     assert shown.code == 0, shown.err
     assert f"format {case.format}, prompt in " in shown.out
     pointed_out = [line for line in shown.out.splitlines() if line.startswith("!")]
-    assert not any("finds the label no better" in line for line in pointed_out), shown.out
+    assert not any("scores the label no higher" in line for line in pointed_out), shown.out
     if "judge" not in case.parts:  # a stub, which takes any text with the right digit
         assert not pointed_out, shown.out
     assert f" for the label {case.tried}" in shown.out

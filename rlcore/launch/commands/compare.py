@@ -35,7 +35,7 @@ def compare_runs(a: Path, b: Path, *, tolerance: float) -> int:
     for run in runs:
         if not run.config_path.is_file():
             raise DataError(
-                f"{run.path} is no run: it has no config.yaml; give folders, as runs/NAME"
+                f"{run.path} is not a run: it has no config.yaml; give folders, as runs/NAME"
             )
     rows, others = ({row["step"]: row for row in read_metrics(run.metrics_path)} for run in runs)
     steps = (max(rows, default=0), max(others, default=0))

@@ -180,7 +180,7 @@ def _kernels(run: Run, ours: Interpreter) -> Iterator[Check]:
         yield Check("note", "kernels", found, "", "slow: train in bf16")
     if ours.uncompiled and not run.config.run.deterministic:
         needed = "triton and a C compiler, with which the LM head takes a third of the time"
-        advice = "install what is missing, such as gcc"
+        advice = "install the missing part, such as gcc"
         yield Check("note", "compiled kernels", f"none: {ours.uncompiled}", needed, advice)
 
 
@@ -225,11 +225,11 @@ def _gpus(run: Run, trainer: Interpreter) -> Iterator[Check]:
     try:
         found = list_gpus()
     except RuntimeError as error:
-        advice = "mend the driver; a run would be on the CPU"
+        advice = "repair the driver; a run would be on the CPU"
         yield Check("FAIL", "GPUs", str(error), "a working driver, or none", advice)
         return
     if not found:
-        seen = f"torch sees {trainer.gpus}, there is no nvidia-smi"
+        seen = f"torch sees {trainer.gpus}; nvidia-smi is missing"
         yield Check("ok", "GPUs", seen if trainer.gpus else "none; a run is on the CPU")
         return
     yield _driver(found[0], trainer)

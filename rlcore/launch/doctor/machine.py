@@ -217,7 +217,7 @@ def _own_address(run: Run) -> Iterator[Check]:
     found = f"{host} is {address or 'not known'}"
     is_loopback = not address or ipaddress.ip_address(address).is_loopback
     if is_loopback and run.cluster.nodes > 1 and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        advice = "set GLOO_SOCKET_IFNAME to the interface of the cluster, or mend /etc/hosts"
+        advice = "set GLOO_SOCKET_IFNAME to the interface of the cluster, or correct /etc/hosts"
         needed = "an address that other nodes reach"
         yield Check("FAIL", "peers connect to", found, needed, advice)
     else:

@@ -44,7 +44,7 @@ class Connection:
         """Send an answer; an answer that cannot be pickled becomes an error."""
         try:
             parts = frames.encode((call, answer))
-        except Exception as error:  # noqa: BLE001 - whatever pickling met
+        except Exception as error:  # noqa: BLE001 - whatever pickling raises
             unsent = RunFailed(f"its answer cannot be sent: {type(error).__name__}: {error}")
             parts = frames.encode((call, (False, unsent)))
         with self._sending:

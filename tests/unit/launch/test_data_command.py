@@ -46,7 +46,7 @@ def test_rows_are_shown_as_the_model_sees_them(report):
 def test_a_reward_that_does_not_know_the_answer_is_pointed_out(report):
     lines = report("reward.parts={right: {function: 'public_rows:no_idea'}}", rows=1)
     assert lines.count("reward   0 for the label itself: '2'") == 1
-    assert sum(line.startswith("! the reward finds the label no better") for line in lines) == 1
+    assert sum(line.startswith("! the reward scores the label no higher") for line in lines) == 1
     assert "data.label_key" in next(line for line in lines if line.startswith("!"))
     with pytest.raises(DataError, match=r"data\.label_key.*reward_model\.ground_truth"):
         report("data.label_key=reward_model")

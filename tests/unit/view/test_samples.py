@@ -119,7 +119,7 @@ def test_counts_and_columns_are_those_of_all_steps(
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [(Filter("reward", "~", 1.0), "is no comparison"), (Filter("reward", "<", "x"), "a number"),
+    [(Filter("reward", "~", 1.0), "is not a comparison"), (Filter("reward", "<", "x"), "a number"),
      (Filter('reward" OR true --', "=", 1.0), "no column"), (Filter("parts", "=", 1.0), "no col")],
 )  # fmt: skip
 def test_wrong_filters_are_named(

@@ -398,7 +398,7 @@ def test_requests_that_meet_count_each_line_of_the_ledger_once(
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         open_run("x", tmp_path)
 
 

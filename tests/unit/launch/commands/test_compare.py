@@ -114,7 +114,7 @@ def test_runs_without_a_record_or_a_step_can_be_compared(
 def test_what_is_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["compare", str(make(tmp_path, "a", [])), str(tmp_path / "gone")])
     assert code == 2
-    assert "gone is no run" in capsys.readouterr().err
+    assert "gone is not a run" in capsys.readouterr().err
 
 
 def test_a_start_tells_packages_and_commit(tmp_path: Path) -> None:

@@ -26,5 +26,5 @@ def test_an_export_does_not_take_a_file_for_a_folder(
     file = tmp_path / "file"
     file.write_text("mine")
     assert cli.main(["export", str(tmp_path / "run"), str(file)]) == 2
-    assert f"{file} is no folder" in capsys.readouterr().err
+    assert f"{file} is not a folder" in capsys.readouterr().err
     assert file.read_text() == "mine"
