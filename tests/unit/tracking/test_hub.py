@@ -88,7 +88,7 @@ def test_an_existing_card_is_kept_and_pushed_twice_gets_one_section(model: Path)
 @pytest.mark.parametrize("front", ["{a: [", "- a"])
 def test_a_card_that_is_not_yaml_is_named(model: Path, front: str) -> None:
     (model / "README.md").write_text(f"---\n{front}\n---\n# Mine\n")
-    with pytest.raises(UserError, match=r"README\.md: the front matter .* is not YAML"):
+    with pytest.raises(UserError, match=r"README\.md: the front matter .* is not a YAML mapping"):
         write_card(model, run_name="a")
 
 
@@ -104,7 +104,7 @@ def test_a_refusal_says_how_to_push_later(model: Path, refusal: Exception) -> No
 
 def test_no_model_is_no_push(tmp_path: Path) -> None:
     hub = StubHub()
-    with pytest.raises(UserError, match="no Hugging Face folder"):
+    with pytest.raises(UserError, match="not a Hugging Face folder"):
         push_to_hub(tmp_path, "me/addition", run_name="a", client=hub)
     assert hub.repos == {}
 
