@@ -1,14 +1,14 @@
 """The seam between a publication and the transports that carry its bytes.
 
-A transport has two halves, which one file holds: a `Transport` on the engines' event loop, and a
+A transport has two halves in one file: a `Transport` on the engines' event loop, and a
 `rlcore.interfaces.BucketSender` on each rank of the trainer that its `orders` name. It is chosen
 once for a run. The methods of the engines' half run one at a time, in this order:
 
     open(engines, buckets)  once a transaction; every engine is paused and has its update open
-    orders()                the parts of the ranks
+    orders()                the orders for the ranks
     join(answers)           if the orders say so: the ranks have opened a rendezvous for engines
     send(index, packed)     for each bucket, always in the same order, as the ranks begin to send it
-    stop()                  after a failure: what the ranks still send
+    stop()                  after a failure: the last buckets that the ranks still send
     complete(result)        returns when every engine holds all buckets; `end_update` comes next
     give_up()               instead, after a failure: returns when no engine takes a bucket any more
     close()                 at the end of the run
@@ -33,23 +33,23 @@ from rlcore.interfaces import BucketSender, Orders, RankAddress
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 
-# The calls at one engine that are not answered, at most: it loads a bucket, receives the next, and
-# has the call of the one after that.
+# The most unanswered calls at one engine: it loads a bucket, receives the next one, and holds the
+# call for the bucket after that.
 CALLS_AT_ONCE = 3
 
-# an `rlcore.interfaces.RolloutEngine` with the methods that the transport needs
+# An `rlcore.interfaces.RolloutEngine` with the methods that the transport needs.
 Engine = Any
-Failures = dict[Engine, str]  # the engines that failed, and why
+Failures = dict[Engine, str]  # failed engine -> reason
 
 
 class Transport(ABC):
-    """Has the engines take the buckets of one publication after the other.
+    """Makes the engines take the buckets of a publication.
 
-    The methods return the failures of single engines. They raise PublicationFailed for a failure
-    that is no engine's.
+    The methods return the failures of single engines, and raise PublicationFailed for any other
+    failure.
 
     Args:
-        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        timeout_s: the limit for one bucket (`rollout.engine.update_timeout_s`).
     """
 
     name: str
@@ -58,7 +58,7 @@ class Transport(ABC):
         self._timeout_s = timeout_s
         self._engines: list[Engine] = []  # in the current transaction
         self.ranks: Sequence[RankAddress] = ()
-        # whether the next transaction has all engines: another one has left, or is started again
+        # Whether the next transaction has all engines; a missing one has left or is restarting.
         self.has_all_engines = False
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
@@ -67,14 +67,14 @@ class Transport(ABC):
         return {}
 
     def orders(self) -> Orders:
-        """Return the parts of the trainer's ranks: by default rank 0 alone sends."""
+        """Return the orders for the trainer's ranks; by default rank 0 alone sends."""
         return Orders(self.name, {0: None})
 
     async def join(self, answers: Mapping[int, Any]) -> Failures:
         """Have engines join the groups of the ranks that serve them.
 
         Args:
-            answers: what these ranks returned from `BucketSender.open`.
+            answers: the results of `BucketSender.open`, by rank.
         """
         return {}
 
@@ -82,14 +82,14 @@ class Transport(ABC):
         """Have the engines take a bucket, which the ranks begin to send.
 
         Args:
-            packed: what ranks returned from `BucketSender.pack`.
+            packed: the results of `BucketSender.pack`, by rank.
 
-        Returns the engines that failed at this bucket or at one before it.
+        Returns the engines that failed at this or an earlier bucket.
         """
         return {}
 
     def stop(self) -> Any:
-        """Return what the ranks still send after a failure, JSON-able and not None."""
+        """Return the last buckets that the ranks still send after a failure; JSON-able."""
         return {}
 
     @abstractmethod
@@ -97,11 +97,11 @@ class Transport(ABC):
         """Return when every engine holds all buckets.
 
         Args:
-            result: what rank 0 returned from `BucketSender.finish`.
+            result: rank 0's result of `BucketSender.finish`.
         """
 
     async def give_up(self) -> Failures:
-        """End a publication that failed: wait for what the engines that are left still take."""
+        """End a failed publication: wait until the remaining engines have taken their buckets."""
         return {}
 
     async def close(self) -> None:
@@ -110,7 +110,7 @@ class Transport(ABC):
 
 
 def gpus_of(engine: Engine) -> tuple[str, ...]:
-    """The names of an engine's GPUs, one a tensor-parallel rank; () where we do not know them."""
+    """The names of an engine's GPUs, one for each tensor-parallel rank; () if unknown."""
     return tuple(getattr(engine, "gpus", ()))
 
 
@@ -128,7 +128,7 @@ async def ask(
 ) -> Answers:
     """Await `call(engine)` for all engines at once.
 
-    Each has `seconds`, and `TRANSPORT_GRACE_S` more so that its own deadline passes first.
+    Each call has `seconds`, plus `TRANSPORT_GRACE_S` for the engine's own deadline to pass first.
     """
     answers = Answers()
 
@@ -148,7 +148,7 @@ async def ask(
 
 
 def describe(error: BaseException) -> str:
-    """The text of an error of ours; the kind and text of any other."""
+    """The text of an RlcoreError; the type and text of any other error."""
     return str(error) if isinstance(error, RlcoreError) else f"{type(error).__name__}: {error}"
 
 
@@ -173,7 +173,7 @@ class CopyTransport(Transport):
 
 
 class CopySender(BucketSender):
-    """Hands over the bucket itself."""
+    """Passes the bucket itself to the engines of its own process."""
 
     def pack(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """Return the bytes."""

@@ -20,7 +20,7 @@ from rollout.weight_sync.serialized import SerializedSender, TensorTransport
 
 
 def choose_transport(config: Config, engines: Sequence[RolloutEngine]) -> Transport:
-    """Make the engines' half of the transport. Raises ConfigError if the engines do not take it."""
+    """Make the engines' half of the transport. Raises ConfigError if an engine lacks it."""
     engine = config.rollout.engine
     limit = engine.update_timeout_s
     name = choose_name(engine, [engine.transports for engine in engines])
@@ -40,7 +40,7 @@ def choose_transport(config: Config, engines: Sequence[RolloutEngine]) -> Transp
 
 
 def make_sender(name: str, config: Config, device: torch.device) -> BucketSender:
-    """Make the half of a transport that a rank of the trainer has, on `device`."""
+    """Make the trainer's half of a transport, for a rank on `device`."""
 
     def folders() -> WeightFolders:
         tokenizer = config.model.tokenizer
@@ -69,8 +69,8 @@ def shared_folder(config: Config) -> Path:
 def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
     """Choose the name of a transport that all engines take.
 
-    `auto` stands for the first common one in the first engine's order. If trainer and engines share
-    GPUs, it stands for `tensor`, which goes from memory to memory.
+    `auto` stands for the first common transport in the first engine's order. If trainer and engines
+    share GPUs, `auto` stands for `tensor`, which copies from memory to memory.
 
     Args:
         offered: the transports of each engine, the preferred one first.

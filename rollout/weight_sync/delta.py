@@ -1,10 +1,10 @@
 """The delta transport writes only changed weights to the shared folder.
 
 Each machine that runs engines has a follower (follower.py) with a whole copy of the weights. The
-trainer writes a whole publication first, then changes (delta_files.py), and a whole one again when
-the changes since the last whole one are larger than it. Managed engines run on the trainer's
-machine and read the folder of its follower. Engines given by URL need a follower on their machine
-(`rlcore engine`), which reports its progress in the shared folder.
+trainer writes a whole publication first, then changes (delta_files.py). It writes a whole one again
+when the changes since the last whole publication are larger than that. Managed engines run on the
+trainer's machine and read the folder of its follower. Engines given by URL need a follower on their
+machine (`rlcore engine`), which reports its progress in the shared folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.asyncio_utils import within
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.delta_files import DeltaWriter, Snapshot
 from rollout.weight_sync.folders import FolderSender, WeightFolders, keep_only, number_of
-from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
+from rollout.weight_sync.follower import POLL_S, Follower, FollowerReport, read_reports
 
 
 class DeltaSender(FolderSender):
@@ -28,11 +28,13 @@ class DeltaSender(FolderSender):
     def __init__(self, folders: WeightFolders) -> None:
         super().__init__(folders)
         self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
-        self._since_whole = 0  # bytes of changes since the last whole publication
+        # Bytes of changes since the last whole publication.
+        self._since_whole = 0
 
     def _begin(self, buckets: Sequence[Bucket]) -> DeltaWriter:
         since = self._snapshot
-        self._snapshot = None  # `finish` sets it again, once the weights are published
+        # `finish` sets the snapshot again, once the weights are published.
+        self._snapshot = None
         whole = sum(bucket.num_bytes for bucket in buckets)
         if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
             since = None
@@ -49,11 +51,11 @@ class DeltaSender(FolderSender):
 class DeltaTransport(Transport):
     """A `Transport` by files of changes, with a checksum of every changed tensor.
 
-    An engine reads the folder of a follower on its machine: ours if it is `managed`, else the one
-    that names its `url`.
+    An engine reads the folder of a follower on its machine: the transport's own follower if the
+    engine is `managed`, otherwise the follower that names its `url`.
 
     Args:
-        root: of the shared folders.
+        root: the shared folder.
     """
 
     name = "delta"
@@ -82,14 +84,14 @@ class DeltaTransport(Transport):
         return answers.failed
 
     async def close(self) -> None:
-        """Remove our own follower's folder."""
+        """Remove the folder of the transport's own follower."""
         await super().close()
         if self._follower is not None:
             await asyncio.to_thread(self._follower.close)
             self._follower = None
 
     async def _follow(self, number: int) -> Path:
-        """Bring our own follower to publication `number`. Returns its folder."""
+        """Bring the transport's own follower to publication `number`. Returns its folder."""
         if self._follower is None:
             self._follower = Follower(self._root)
         return await asyncio.to_thread(self._follower.follow, number)
@@ -99,23 +101,23 @@ class DeltaTransport(Transport):
 
         Returns its folder.
         """
-        mine: list[Note] = []
+        mine: list[FollowerReport] = []
 
         async def wait() -> Path:
             while True:
-                notes = await asyncio.to_thread(read_notes, self._root)
-                mine[:] = [note for note in notes if engine.url in note.urls]
-                for note in mine:
-                    if note.number == number:
-                        return Path(note.folder)
+                reports = await asyncio.to_thread(read_reports, self._root)
+                mine[:] = [report for report in reports if engine.url in report.urls]
+                for report in mine:
+                    if report.number == number:
+                        return Path(report.folder)
                 await asyncio.sleep(POLL_S)
 
         def late() -> str:
             limit = f"within {self._timeout_s:g} s (rollout.engine.update_timeout_s)"
             if not mine:
                 return (
-                    f"engine {engine.name}: nobody who follows {self._root} named"
-                    f" {engine.url} {limit}: start it with `rlcore engine` and the same"
+                    f"engine {engine.name}: no follower of {self._root} named"
+                    f" {engine.url} {limit}: start the engine with `rlcore engine` and the same"
                     " rollout.engine.weights_dir, or set rollout.engine.transport to disk"
                 )
             return (

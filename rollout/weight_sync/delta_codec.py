@@ -1,10 +1,10 @@
 """Encodes the difference between two versions of a tensor.
 
-After a small step most weights in bf16 are the same, and the others differ in their low bits. So
-the code has the distances from one changed element to the next, and the exclusive or of the old and
-new elements. Bytes of equal significance lie side by side, so that zstandard finds the zeros. At a
-learning rate of 1e-6 this takes about 2 % of the tensor. Applied twice, a difference undoes itself:
-the caller must know which version it is applied to, and check the result.
+After a small step most weights in bf16 are unchanged, and the others differ in their low bits. So
+the code stores the distances between changed elements, and the exclusive or of the old and new
+elements. Bytes of equal significance are grouped, so that zstandard finds the zeros. At a learning
+rate of 1e-6 this takes about 2 % of the tensor. Applied twice, a difference undoes itself: the
+caller must know to which version it is applied, and check the result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 
 BLOCK = 1 << 22  # elements: bounds the memory, and a distance fits into 4 bytes
-_FRAME = struct.Struct("<II")  # of a block: changed elements, bytes that follow
-_LEVEL = 1  # higher ones take longer and find no more
+_FRAME = struct.Struct("<II")  # head of a block: changed elements, bytes that follow
+_LEVEL = 1  # of compression; higher levels take longer and save nothing
 
 
 class DeltaError(ValueError):
-    """The bytes are no difference of tensors of this size."""
+    """The bytes do not encode a difference between tensors of this size."""
 
 
 def encode(old: Bytes, new: Bytes, itemsize: int) -> bytes:
@@ -72,7 +72,8 @@ def _apply_block(body: bytes, count: int, elements: NDArray[np.integer]) -> None
     expected = count * (4 + elements.itemsize)
     try:
         claimed = zstandard.get_frame_parameters(body).content_size
-        if count > len(elements) or claimed != expected:  # before the memory is taken
+        # Check the size before the memory is allocated.
+        if count > len(elements) or claimed != expected:
             raise DeltaError(
                 f"{claimed} bytes of changes for {count} of {len(elements)} elements, expected"
                 f" {expected}"

@@ -1,4 +1,4 @@
-"""The files of a publication by changes. A manifest tells what a folder applies to.
+"""The files of a publication by changes. A manifest names the publication that it applies to.
 
 update_000004/      a whole publication: safetensors, config, manifest.json
 update_000005/      the changes since 4: changes.bin, manifest.json
@@ -27,7 +27,7 @@ from rollout.weight_sync.delta_codec import encode
 from rollout.weight_sync.folders import FullWriter, WeightFolders, number_of
 
 CHANGES = "changes.bin"
-LARGEST = 1 << 53  # of a size in a manifest
+MAX_SIZE = 1 << 53  # of a number of bytes in a manifest
 _THREADS = 8  # hashing, comparing and packing release the interpreter's lock
 
 
@@ -36,8 +36,8 @@ class Manifest:
     """The content of a folder."""
 
     base: int | None  # the publication that the changes apply to; None for a whole publication
-    num_bytes: int  # written
-    fingerprints: dict[str, str]  # of every tensor after the publication (rlcore.weights)
+    num_bytes: int  # size of the weights or changes
+    fingerprints: dict[str, str]  # checksum of every tensor after the publication (rlcore.weights)
     changes: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset, size by tensor
 
     @classmethod
@@ -48,7 +48,7 @@ class Manifest:
             manifest = cls(**json.loads(path.read_bytes()))
             manifest._check(number_of(folder))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise RunFailed(f"{path} is no manifest of a publication: {error}") from error
+            raise RunFailed(f"{path} is not a manifest of a publication: {error}") from error
         return manifest
 
     def _check(self, number: int) -> None:
@@ -62,13 +62,13 @@ class Manifest:
             raise ValueError("fingerprints, expected a checksum of each tensor")
         if not isinstance(self.changes, dict):
             raise ValueError("changes, expected offset and size of each tensor that changed")
-        for name, place in self.changes.items():
-            if not isinstance(place, list) or not len(place) == 2 or not all(map(_is_size, place)):
-                raise ValueError(f"changes of {name[:80]} at {str(place)[:80]}")
+        for name, span in self.changes.items():
+            if not isinstance(span, list) or not len(span) == 2 or not all(map(_is_size, span)):
+                raise ValueError(f"changes of {name[:80]} at {str(span)[:80]}")
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < LARGEST
+    return type(value) is int and 0 <= value < MAX_SIZE
 
 
 @dataclass
@@ -81,9 +81,9 @@ class Snapshot:
 
 
 class DeltaWriter:
-    """Writes one publication, whole if there is no `since`, else as changes to it.
+    """Writes one publication, as changes to the snapshot `since` or whole if that is None.
 
-    `since` becomes the snapshot of the new weights while they are written.
+    `since` is updated to the new weights while they are written.
     """
 
     def __init__(
@@ -127,10 +127,7 @@ class DeltaWriter:
         before.copy_(flat)
 
     def finish(self) -> tuple[Path, Snapshot, Manifest]:
-        """Publish the folder. Returns it, and the snapshot for the next changes.
-
-        Raises RunFailed.
-        """
+        """Publish and return the folder, and return the new snapshot too. Raises RunFailed."""
         if self._full is not None:
             size = sum(bucket.num_bytes for bucket in self._snapshot.buckets)
             manifest = Manifest(None, size, self._fingerprints)
@@ -144,7 +141,7 @@ class DeltaWriter:
         return folder, self._snapshot, manifest
 
     def cancel(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished folder."""
         if self._full is not None:
             self._full.cancel()
         shutil.rmtree(self._aside, ignore_errors=True)

@@ -1,20 +1,20 @@
-"""A keyed digest of all that a rank receives in a publication, which both ends compute and compare.
+"""A keyed digest of all bytes that a rank receives in a publication, computed at both ends.
 
-Weights go over a channel without authentication, a process group. The `order` of their digest,
-"KIND:KEY" with a new random key, goes over the control channel of the engine, which takes the admin
-key, and the engine's digest comes back the same way. So whoever changes bytes on their way does not
-know how they are judged. The kinds:
+Weights are sent over a process group, which is a channel without authentication. The `order` of
+their digest, "KIND:KEY" with a new random key, is sent over the engine's control channel, which
+requires the admin key, and the engine's digest comes back the same way. An attacker who changes
+bytes on the way therefore does not know the key. The kinds:
 
     xxh3     XXH3 of 128 bits, for bytes in host memory: as fast as they are read. Each piece of
-             `PIECE` bytes has a seed of its own, and the key chooses where the first piece ends. It
-             is no cryptographic function: what it is good for stands on its key being unknown.
+             `PIECE` bytes has its own seed, and the key chooses where the first piece ends. XXH3 is
+             not a cryptographic function: it protects only while the key is unknown.
     linear   two sums of signed bytes times keys of 64 bits, modulo 2**64, for every row of `ROW`
-             bytes. Other bytes have the same sums with a probability of at most 2**-114 for one who
-             does not know the keys. Made of torch's operations, so it runs where the bytes are;
-             only the sums go to the host.
+             bytes. Without the keys, other bytes have the same sums with a probability of at most
+             2**-114. Made of torch's operations, so it runs where the bytes are; only the sums are
+             copied to the host.
 
-The engines' environment does not have rlcore: SGLang's processes load this file by its path. It
-imports nothing of ours.
+The engines' environment does not have rlcore: SGLang's processes load this file by its path. The
+file therefore imports nothing from rlcore.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch import Tensor
 
 KINDS = ("xxh3", "linear")
 PIECE = 1 << 20  # bytes
-ROW = 8192  # bytes; times 2**14, the largest product, their sum fits into 32 bits
-ROWS = 2048  # that are computed at once in float64
-DIGITS = 8  # a key is a number of so many signed digits of 8 bits, each of them random
+ROW = 8192  # bytes; times 2**14, the largest product, a row's sum fits into 32 bits
+ROWS = 2048  # rows computed at once in float64
+DIGITS = 8  # random signed digits of 8 bits in a key
 SEED_BYTES = 8
 KEY_BYTES = 32
 
@@ -44,9 +44,7 @@ class Digest:
     """The digest of the buckets of one publication, in their order.
 
     Args:
-        order: from `new_order`.
-
-    Raises ValueError for anything else.
+        order: made by `new_order`. Raises ValueError for any other text.
     """
 
     def __init__(self, order: str) -> None:
@@ -59,14 +57,14 @@ class Digest:
             )
         self._whole = hashlib.sha256(self._key)
         self._count = 0
-        self._digits: Tensor | None = None  # where the buckets are, from the first one on
-        # of the newest buckets: bytes, and sums on the host, which are there after the event
+        self._digits: Tensor | None = None  # on the buckets' device; made for the first bucket
+        # Size and sums of the newest buckets; the sums are on the host once the event is done.
         self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
     def add(self, flat: Tensor) -> None:
-        """Add a bucket: uint8 [n], all on one device. The caller's stream computes the sums.
+        """Add a bucket, uint8 [n]; all are on one device. The caller's stream computes the sums.
 
-        Waits for the device until the sums of all buckets but the last one and this are there.
+        Waits for the sums of all buckets except this one and the previous one.
         """
         if self._kind == "xxh3":
             key = self._key + self._count.to_bytes(8, "little")
@@ -99,7 +97,7 @@ class Digest:
 
 
 def _on_host(sums: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copy sums to the host without waiting. Returns the copy, and when it is filled."""
+    """Copy sums to the host without waiting. Returns the copy, and the event that completes it."""
     if not sums.is_cuda:
         return sums, None
     host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
@@ -110,7 +108,7 @@ def _on_host(sums: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def _xxh3(key: bytes, data: memoryview) -> bytes:
-    """The hashes of the pieces, one after the other."""
+    """The concatenated hashes of the pieces."""
     count = 2 + len(data) // PIECE
     seeds = memoryview(hashlib.shake_256(key).digest((1 + count) * SEED_BYTES)).cast("Q")
     ends = range(1 + seeds[0] % PIECE, len(data) + PIECE, PIECE)
@@ -125,13 +123,14 @@ def _digits(key: bytes, device: torch.device) -> Tensor:
     """The digits of two keys for each byte of a row, on the device: int8 [ROW, 16]."""
     drawn = bytearray(hashlib.shake_256(key).digest(ROW * 2 * DIGITS))
     digits = torch.frombuffer(drawn, dtype=torch.int8).view(ROW, 2 * DIGITS)
-    if device.type == "cuda":  # from pinned memory, else the host would wait for the stream
+    # Copied from pinned memory, so that the host does not wait for the stream.
+    if device.type == "cuda":
         return digits.pin_memory().to(device, non_blocking=True)
     return digits.to(device)
 
 
 def _sums(flat: Tensor, digits: Tensor) -> Tensor:
-    """The sums of all rows, int64 [rows, 2]; bytes that fill no row are followed by zeros."""
+    """The sums of all rows, int64 [rows, 2]; the last row is padded with zeros."""
     missing = -flat.numel() % ROW
     whole = flat[: flat.numel() - (ROW - missing if missing else 0)]
     sums = [_products(whole.view(torch.int8).view(-1, ROW), digits)] if len(whole) else []
@@ -143,13 +142,15 @@ def _sums(flat: Tensor, digits: Tensor) -> Tensor:
     if not sums:
         return torch.empty(0, 2, dtype=torch.int64)
     products = torch.cat(sums).view(-1, 2, DIGITS)
-    places = 1 << (8 * torch.arange(DIGITS, device=flat.device))
-    return (products * places).sum(-1)
+    weights = 1 << (8 * torch.arange(DIGITS, device=flat.device))
+    return (products * weights).sum(-1)
 
 
 def _products(rows: Tensor, digits: Tensor) -> Tensor:
     """The exact product of int8 [n, ROW] and int8 [ROW, 16]: int64 [n, 16]."""
     if rows.is_cuda and rows.size(0) > 16 and rows.data_ptr() % 16 == 0:
-        return torch._int_mm(rows, digits).long()  # its kernels ask for that many rows
-    exact = digits.double()  # every sum is below 2**53
+        # The kernels of `_int_mm` need more than 16 rows.
+        return torch._int_mm(rows, digits).long()
+    # float64 is exact here: every sum is below 2**53.
+    exact = digits.double()
     return torch.cat([(block.double() @ exact).long() for block in rows.split(ROWS)])

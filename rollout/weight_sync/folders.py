@@ -1,8 +1,7 @@
 """Publications as Hugging Face folders that trainer and engines share.
 
 `WeightFolders` numbers the folders, `FullWriter` fills one for rank 0's `FolderSender`, and
-`DiskTransport` has the engines load it. The delta transport (delta.py) writes most publications
-smaller.
+`DiskTransport` has the engines load it. The delta transport (delta.py) writes smaller publications.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ _NAME = re.compile(r"update_\d{6,}")
 class WeightFolders:
     """The folders `root/update_000001`, `update_000002`, ..., written aside and then renamed.
 
-    Numbers go on where an earlier run stopped. Nothing is forced onto the disk: these files serve
-    engines that run now, and after a power failure both sides restart from a checkpoint. The
-    methods raise RunFailed, naming folder and bytes, where the system refuses.
+    Numbers continue where an earlier run stopped. Nothing is forced onto the disk: these files
+    serve engines that run now, and after a power failure both sides restart from a checkpoint. The
+    methods raise RunFailed, naming folder and bytes, if the system refuses.
 
-    One trainer alone publishes to a folder: it holds a lock there from its first publication on.
+    Only one trainer publishes to a folder: it holds a lock there from its first publication on.
 
     Args:
-        model: the Hugging Face folder whose config.json goes along.
-        tokenizer: the folder whose tokenizer files go along; `model` if None.
+        model: the Hugging Face folder whose config.json is added.
+        tokenizer: the folder whose tokenizer files are added; `model` if None.
     """
 
     def __init__(self, root: Path, *, model: Path, tokenizer: Path | None = None) -> None:
@@ -55,7 +54,7 @@ class WeightFolders:
         self._lock: int | None = None
 
     def begin(self, num_bytes: int) -> Path:
-        """Make an empty folder aside, for about `num_bytes`. Half-written ones are removed."""
+        """Make an empty unpublished folder for about `num_bytes`, and remove unfinished ones."""
         with self.refusals():
             self.root.mkdir(parents=True, exist_ok=True)
             self._take()
@@ -95,7 +94,7 @@ class WeightFolders:
         except OSError as error:
             logger.warning(
                 "the file system of %s has no locks (%s): nothing keeps a second trainer from"
-                " publishing there, too",
+                " publishing there",
                 self.root,
                 error,
             )
@@ -109,7 +108,7 @@ class WeightFolders:
         return folder
 
     def add_companions(self, aside: Path) -> None:
-        """Add config.json and the tokenizer's files: they make it a Hugging Face folder."""
+        """Add config.json and the tokenizer's files, to make a Hugging Face folder."""
         with self.refusals():
             shutil.copyfile(self._model / "config.json", aside / "config.json")
             copy_companions(aside, self._model, self._tokenizer)
@@ -139,7 +138,8 @@ def keep_only(root: Path, needed: Collection[Path]) -> None:
             continue
         try:
             remove_tree(folder)
-        except OSError as error:  # an engine may read it: on NFS its files then stay
+        except OSError as error:
+            # An engine may be reading the folder: on NFS its files then stay.
             logger.warning("the old weights in %s could not be removed: %s", folder, error)
 
 
@@ -149,7 +149,7 @@ def number_of(folder: Path) -> int:
 
 
 class FullWriter:
-    """Writes all tensors of one publication, one shard a bucket."""
+    """Writes all tensors of one publication, one shard for each bucket."""
 
     def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket]) -> None:
         self._folders = folders
@@ -163,7 +163,7 @@ class FullWriter:
             self._shards.add(name, tensor)
 
     def finish(self, **files: dict[str, Any]) -> Path:
-        """Publish the folder, with `<key>.json` beside the weights for each of `files`."""
+        """Publish the folder, with a file `<key>.json` for each of `files`."""
         with self._folders.refusals():
             self._shards.finish()
             check_sizes(self.aside, self._buckets)
@@ -173,15 +173,15 @@ class FullWriter:
         return self._folders.publish(self.aside)
 
     def cancel(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished folder."""
         self._shards.close()
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
 def check_sizes(folder: Path, shards: Sequence[Bucket]) -> None:
-    """Raise RunFailed unless each shard has the size that its tensors make.
+    """Raise RunFailed unless each shard has the size of its header and tensors.
 
-    An engine dies of a file that ends early.
+    A truncated file would crash an engine.
     """
     writer = ShardWriter(folder, shards)
     for shard in shards:
@@ -196,19 +196,15 @@ def check_sizes(folder: Path, shards: Sequence[Bucket]) -> None:
 
 
 class FolderSender(BucketSender):
-    """Rank 0 writes each publication to a new folder. One that was not finished leaves nothing.
-
-    Args:
-        folders: what to write to.
-    """
+    """Rank 0's half: writes each publication to a new folder, and removes an unfinished one."""
 
     def __init__(self, folders: WeightFolders) -> None:
         self._folders = folders
         self._writer: Any = None
-        self._failure: OSError | None = None  # of the writer
+        self._failure: OSError | None = None  # raised by the writer
 
     def open(self, order: Any, buckets: Sequence[Bucket]) -> None:
-        """Begin a folder. Raises RunFailed where there is no room, or another trainer writes."""
+        """Begin a folder. Raises RunFailed if the disk is full, or another trainer writes here."""
         self._drop()
         self._failure = None
         self._writer = self._begin(buckets)
@@ -219,8 +215,8 @@ class FolderSender(BucketSender):
     def send(self, bucket: Bucket, flat: Tensor, stopped: Callable[[], Any]) -> None:
         """Write the bucket.
 
-        What goes wrong is raised by `finish`: now the trainer's other ranks are in the middle of
-        gathers, and they must be allowed to end first.
+        `finish` raises the error of a failed write, because the trainer's other ranks must first
+        complete their gathers.
         """
         if self._writer is None or self._failure is not None or stopped() is not None:
             return
@@ -231,7 +227,7 @@ class FolderSender(BucketSender):
             self._writer.cancel()
 
     def finish(self) -> Any:
-        """Publish the folder. Returns its path. Raises RunFailed where it could not be written."""
+        """Publish the folder. Returns its path. Raises RunFailed if it could not be written."""
         return str(self._take_writer().finish())
 
     def _take_writer(self) -> Any:
@@ -244,7 +240,7 @@ class FolderSender(BucketSender):
         return writer
 
     def close(self) -> None:
-        """Remove a publication that was not finished, and let another trainer publish."""
+        """Remove an unfinished publication, and let another trainer publish."""
         self._drop()
         self._folders.close()
 
@@ -255,14 +251,14 @@ class FolderSender(BucketSender):
 
 
 class DiskTransport(Transport):
-    """A `Transport` by one folder a publication, which every engine loads at the end.
+    """A `Transport` by one folder for each publication, which every engine loads at the end.
 
-    `engine.load_folder(folder)` loads all weights of a Hugging Face folder; the version is not set
-    yet. The folder must have the same path for the trainer and all engines. A folder is removed
+    `engine.load_folder(folder)` loads all weights of a Hugging Face folder, and does not set the
+    version. The folder must have the same path for the trainer and all engines. A folder is removed
     when each engine that is still served has loaded a newer one.
 
     Args:
-        root: of the folders.
+        root: the folder of these folders.
     """
 
     name = "disk"
@@ -270,7 +266,7 @@ class DiskTransport(Transport):
     def __init__(self, root: Path, *, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)
         self._root = root.absolute()
-        self._loaded: dict[str, Path] = {}  # name of an engine -> the folder of its weights
+        self._loaded: dict[str, Path] = {}  # engine's name -> folder of its weights
 
     async def complete(self, result: str) -> Failures:
         """Have every engine load the folder."""

@@ -1,9 +1,9 @@
 """The engines' side of the delta transport: a local folder of whole weights, kept up to date.
 
-Each machine with engines runs one follower: the trainer for its own engines, `rlcore engine`
-elsewhere. It copies the newest whole publication once, then applies changes in place, and compares
-the checksum of each tensor with the trainer's. If anything is missing or damaged, it begins again
-from the whole publication.
+Each machine with engines runs one follower, in the trainer's process or in `rlcore engine`. A
+follower copies the newest whole publication once, then applies changes in place, and compares the
+checksum of each tensor with the trainer's. If anything is missing or damaged, it begins again from
+the whole publication.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
 from rollout.weight_sync.folders import number_of, published
 
 POLL_S = 0.1
-_IN_USE = ".in_use"  # in a local folder: locked by the follower that has it
-NOTES = "followers"  # folder of the notes in which followers report their progress
+_IN_USE = ".in_use"  # lock file in a local folder, held by its follower
+REPORTS = "followers"  # shared subfolder in which followers report their progress
 
 logger = logging.getLogger(__name__)
 
 
 class Damaged(Exception):
-    """A published folder, or the local one, does not agree with its manifest."""
+    """A published folder, or the local one, does not match its manifest."""
 
 
 class Follower:
@@ -63,7 +63,7 @@ class Follower:
     def follow(self, number: int) -> Path:
         """Bring `folder` to publication `number`, and return it.
 
-        Raises RunFailed if the shared folder does not have what that takes.
+        Raises RunFailed if the shared folder lacks the files for that.
         """
         if self.number == number:
             return self.folder
@@ -93,7 +93,7 @@ class Follower:
         self.number = None
 
     def _walk(self, number: int) -> None:
-        """Apply each change up to `number`, from our own number or the last whole publication."""
+        """Apply each change up to `number`, since `self.number` or the last whole publication."""
         steps: list[tuple[Path, Manifest]] = []
         at: int | None = number
         while at is not None and at != self.number:
@@ -128,7 +128,8 @@ class Follower:
         self._check(manifest, manifest.fingerprints)
 
     def _change(self, folder: Path, manifest: Manifest) -> None:
-        self.number = None  # until all changes are applied, the folder is no publication
+        # The folder matches no publication until all changes are applied.
+        self.number = None
         for name in manifest.changes:
             place = self._places.get(name)
             if place is None:
@@ -143,7 +144,7 @@ class Follower:
         self._check(manifest, manifest.changes)
         for name, wanted in manifest.fingerprints.items():
             if name not in manifest.changes and self._fingerprints.get(name) != wanted:
-                raise Damaged(f"{folder} leaves {name} as it was, but that is not what is here")
+                raise Damaged(f"{folder} does not change {name}, but its checksum differs here")
 
     def _check(self, manifest: Manifest, names: Iterable[str]) -> None:
         if self._places.keys() != manifest.fingerprints.keys():
@@ -154,17 +155,15 @@ class Follower:
         for name in names:
             place = self._places[name]
             if fingerprint(tensor_at(self._map(place), place.spec)) != manifest.fingerprints[name]:
-                raise Damaged(
-                    f"{name} in {self.folder} does not have the checksum that was published"
-                )
+                raise Damaged(f"{name} in {self.folder} does not have the published checksum")
 
     def _map(self, place: TensorPlace) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
         return np.memmap(place.path, np.uint8, "r+", place.offset, (place.spec.num_bytes,))
 
 
 @dataclass(frozen=True)
-class Note:
-    """The progress of a follower, as it reports it to the trainer in the shared folder."""
+class FollowerReport:
+    """The progress of a follower, as a file for the trainer in the shared folder."""
 
     host: str
     urls: list[str]  # of the engines that read its folder
@@ -174,7 +173,7 @@ class Note:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all fields have their types: the file may have been written by anyone."""
+        """Whether all fields have their types; any user of the folder may write such a file."""
         texts = (self.host, self.folder, *(self.urls if isinstance(self.urls, list) else (None,)))
         return (
             all(isinstance(text, str) for text in texts)
@@ -186,9 +185,9 @@ class Note:
 async def keep_following(shared: Path, urls: Sequence[str]) -> None:
     """Follow every publication, and report it in the shared folder, until cancelled."""
     follower = Follower(shared)
-    # by pid and host alone, two containers would write over each other's
-    note_path = shared / NOTES / f"{socket.gethostname()}-{uuid.uuid4().hex}.json"
-    note_path.parent.mkdir(parents=True, exist_ok=True)
+    # With pid and host alone, two containers could overwrite each other's file.
+    report_path = shared / REPORTS / f"{socket.gethostname()}-{uuid.uuid4().hex}.json"
+    report_path.parent.mkdir(parents=True, exist_ok=True)
     tried: int | None = None
     try:
         while True:
@@ -198,46 +197,49 @@ async def keep_following(shared: Path, urls: Sequence[str]) -> None:
                 error = None
                 try:
                     await asyncio.to_thread(follower.follow, newest)
-                # recovery: the note tells the trainer; the next publication may be whole
+                # recovery: the report has the error; the next publication may be whole
                 except RunFailed as failure:
                     error = str(failure)
                     logger.warning("%s", failure)
-                note = Note(
+                report = FollowerReport(
                     socket.gethostname(), list(urls), follower.number, str(follower.folder), error
                 )
-                await asyncio.to_thread(write_atomic, note_path, json.dumps(asdict(note)).encode())
+                await asyncio.to_thread(
+                    write_atomic, report_path, json.dumps(asdict(report)).encode()
+                )
             await asyncio.sleep(POLL_S)
     finally:
-        note_path.unlink(missing_ok=True)
+        report_path.unlink(missing_ok=True)
         follower.close()
 
 
-def read_notes(shared: Path) -> list[Note]:
-    """The notes of all followers."""
-    notes = []
-    for path in sorted((shared / NOTES).glob("*.json")):
+def read_reports(shared: Path) -> list[FollowerReport]:
+    """The reports of all followers."""
+    reports = []
+    for path in sorted((shared / REPORTS).glob("*.json")):
         try:
-            note = Note(**json.loads(path.read_bytes()))
-        except FileNotFoundError:  # a follower that has just ended
+            report = FollowerReport(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            # Its follower has just ended.
             continue
-        # recovery: it counts as none, and the transport says which engine nobody follows for
+        # recovery: ignore the report; the transport names an engine that has no follower
         except (OSError, ValueError, TypeError, RecursionError):
             continue
-        if note.is_whole:
-            notes.append(note)
-    return notes
+        if report.is_whole:
+            reports.append(report)
+    return reports
 
 
 def default_root() -> Path:
-    """Where local folders are: in shared memory if there is any, else among temporary files."""
+    """The parent of local folders: shared memory if there is any, otherwise temporary files."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def make_home(shared: Path, root: Path) -> tuple[Path, int]:
-    """Make a folder in `root` that its owner alone may enter; its name cannot be foreseen.
+    """Make a folder in `root` with an unpredictable name, which only its owner may enter.
 
-    Containers may share `root` and have the same pids, so a folder belongs to whoever holds its
+    Containers may share `root` and have the same pids, so a folder belongs to the holder of its
     lock. Folders that dead followers of `shared` left behind are removed.
 
     Returns:
@@ -248,23 +250,27 @@ def make_home(shared: Path, root: Path) -> tuple[Path, int]:
     for left in root.glob(f"{stem}*"):
         _remove_if_free(left)
     while True:
-        home = Path(tempfile.mkdtemp(prefix=stem, dir=root))  # of mode 0700
+        # `mkdtemp` sets mode 0700.
+        home = Path(tempfile.mkdtemp(prefix=stem, dir=root))
         descriptor = os.open(home / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if (home / _IN_USE).exists():
             return home, descriptor
-        os.close(descriptor)  # another follower took it for a dead one's before it was locked
+        # Another follower removed the folder before it was locked.
+        os.close(descriptor)
 
 
 def _remove_if_free(home: Path) -> None:
-    """Remove the folder of a follower of this user's that is no more."""
+    """Remove a folder of this user whose follower has ended."""
     try:
         descriptor = os.open(home / _IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # another user's, or one that is being made
+    except OSError:
+        # The folder belongs to another user, or is being made.
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its follower lives
+    except OSError:
+        # Its follower is running.
         return
     else:
         shutil.rmtree(home, ignore_errors=True)

@@ -1,12 +1,12 @@
 """Engines in other processes take each bucket over process groups (process_group.py).
 
-Each engine has a group of its own with one rank of the trainer, which sends it every bucket, and
-with the ranks that help the sender (groups/assignment.py). All ranks send at once. A hung engine
-blocks only its sender, and only until the publication has failed.
+Each engine has its own group with one rank of the trainer, which sends it every bucket, and with
+the ranks that help the sender (groups/assignment.py). All ranks send at once. A hung engine blocks
+only its sender, and only until the publication has failed.
 
-An engine that queues calls is called for a bucket when the one before it begins to leave, so that
-it goes on to the next bucket without a round trip. A failure therefore shows at a later bucket, or
-in `complete`, and each engine that has not failed receives all buckets for which it was called.
+An engine that queues calls is called for a bucket when the previous one begins to leave, so that it
+takes the next bucket without a round trip. A failure therefore shows at a later bucket, or in
+`complete`, and each engine that has not failed receives all buckets for which it was called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.weight_sync.groups.assignment import SenderAssignment
 from rollout.weight_sync.groups.link import EngineLink, Order
 from rollout.weight_sync.process_group import choose_backend
 
-NOT_LOADED = "not loaded: "  # of SGLang's ranks, in place of a digest, before the reason
+NOT_LOADED = "not loaded: "  # SGLang's ranks send this with a reason, instead of a digest
 NOT_VERIFIED = (
     "the weights that engine %s receives are not verified: it computes no digests; start it by"
     " `rlcore engine`, whose servers do"
@@ -37,22 +37,23 @@ logger = logging.getLogger(__name__)
 class DistributedTransport(Transport):
     """Broadcasts the weights in a group with each engine, which has these members:
 
-        url           where it is reached; the way there tells which address of ours it can reach
-        group_ranks   the ranks of the group that are its own: its tensor-parallel ranks
+        url           its address; the route to it selects our address that it can reach
+        group_ranks   the number of its own ranks in the group: its tensor-parallel ranks
         in_group      the name of its group; None again after a start or a new connection
         join_group(address, rank)
                       leaves its group and enters another, with the ranks from `rank` on; returns
-                      when all ranks of the group are there
+                      when all ranks of the group have joined
         receive_bucket(index, None)
                       receives bucket `index` over the group, and loads it
-        health()      tells under `gpu` what identifies its GPU; None stands for the CPU, and for a
+        health()      has under `gpu` the identity of its GPU; None stands for the CPU, and for a
                       GPU that it shares with the trainer
 
-    and, if its `digests_weights` is true, `receive_bucket(index, None, order)` for a digest of all
-    that it receives (digests.py), and `received_digests()`: those of its ranks since
-    `begin_update`, in their order. If its `queues_buckets` is true, it takes `receive_bucket` of
-    later buckets while it receives one, and receives in the order of the indices, whatever order
-    the calls come in; a call that was posted ahead has `CALLS_AT_ONCE` times its limit.
+    If its `digests_weights` is true, it also has `receive_bucket(index, None, order)`, for a digest
+    of all bytes that it receives (digests.py), and `received_digests()`, the digests of its ranks
+    since `begin_update`, in their order. If its `queues_buckets` is true, it takes calls of
+    `receive_bucket` for later buckets while it receives one, and receives in the order of the
+    indices, in whatever order the calls arrive; a call made ahead has `CALLS_AT_ONCE` times its
+    limit.
 
     Args:
         senders, rails: see `SenderAssignment`.
@@ -72,9 +73,9 @@ class DistributedTransport(Transport):
         self._probe_s = probe_s
         self._links: dict[Engine, EngineLink] = {}
         self._assignment = SenderAssignment(senders, rails)
-        # in the current transaction
+        # The current transaction.
         self._orders: dict[Engine, Order] = {}
-        self._digests: dict[str, str] = {}  # the order of the digest of each kind
+        self._digests: dict[str, str] = {}  # kind -> order of its digest
         self._buckets: Sequence[Bucket] = ()
         self._failed: Failures = {}
 
@@ -88,7 +89,7 @@ class DistributedTransport(Transport):
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
         self._failed = answers.failed
         self._orders = {}
-        # one that joined may be alone in this transaction
+        # An engine that has just joined may be alone in this transaction.
         known = len({*self._assignment.served, *engines})
         for engine in engines:
             if engine in self._failed:
@@ -98,7 +99,7 @@ class DistributedTransport(Transport):
                     self._links[engine] = self._new_link(engine, answers.results[engine], known)
                 self._orders[engine] = self._links[engine].order()
             except EngineFailed as error:  # recovery: without this engine, by the caller
-                self._failed[engine] = f"engine {engine.name} cannot be met: {error}"
+                self._failed[engine] = f"engine {engine.name} cannot be reached: {error}"
         self._engines = [*self._orders]
         self._buckets = buckets
         kinds = {kind for engine in self._engines if (kind := self._kind(engine))}
@@ -113,11 +114,11 @@ class DistributedTransport(Transport):
         return EngineLink(engine, backend, served, self._timeout_s)
 
     def orders(self) -> Orders:
-        """Order ranks to send to engines or to help, and rank 0 to digest what it has."""
+        """Order ranks to send to engines or to help, and rank 0 to digest its buckets."""
         served: dict[int, list[dict[str, Any]]] = {0: []}
         for order in self._orders.values():
-            for place, rank in enumerate(order.trainer):
-                served.setdefault(rank, []).append(asdict(replace(order, rank=place)))
+            for group_rank, rank in enumerate(order.trainer):
+                served.setdefault(rank, []).append(asdict(replace(order, rank=group_rank)))
         known = [engine.name for engine in self._links]
         orders = {
             rank: {"engines": engines, "known": known, "digests": []}
@@ -129,7 +130,7 @@ class DistributedTransport(Transport):
     async def join(self, answers: Mapping[int, Any]) -> Failures:
         """Have engines enter the groups that ranks have opened for them.
 
-        An engine that does not get there is served by rank 0 from then on.
+        From then on rank 0 serves an engine that fails to join.
         """
         failed = await self._on_links(lambda link: link.join(answers))
         for engine in failed:
@@ -138,16 +139,16 @@ class DistributedTransport(Transport):
         return failed
 
     async def send(self, index: int, packed: Mapping[int, Any]) -> Failures:
-        """Call the engines for the bucket, and for the next one."""
+        """Call the engines for the bucket and the next one."""
         called = [one.index for one in self._buckets[index : index + 2]]
         return await self._on_links(lambda link: link.send(called, self._order(link.engine)))
 
     def stop(self) -> dict[str, int]:
-        """Return up to which bucket each engine was called; see `Order.is_sent`."""
+        """Return the last bucket for which each engine was called; see `Order.is_sent`."""
         return {engine.name: self._links[engine].last for engine in self._left()}
 
     async def complete(self, result: Mapping[str, str]) -> Failures:
-        """Compare the digests of what the engines received with those of what was sent."""
+        """Compare the digests of the received bytes with those of the sent bytes."""
         failed = await self._on_links(lambda link: link.drain())
         if failed:
             return failed
@@ -163,10 +164,7 @@ class DistributedTransport(Transport):
         return failed
 
     async def give_up(self) -> Failures:
-        """Wait until the engines that have not failed are at the end of what they were called for.
-
-        Another one of them may fail there.
-        """
+        """Wait until the remaining engines have answered their calls. More of them may fail."""
         self._engines = self._left()
         return await self._on_links(lambda link: link.drain())
 
@@ -174,7 +172,7 @@ class DistributedTransport(Transport):
         return [engine for engine in self._engines if engine not in self._failed]
 
     def _kind(self, engine: Engine) -> str | None:
-        """The kind of digest that the engine computes, if it does."""
+        """The kind of digest that the engine computes; None if it computes none."""
         if not getattr(engine, "digests_weights", False):
             return None
         return "linear" if self._links[engine].backend == "nccl" else "xxh3"
@@ -184,7 +182,7 @@ class DistributedTransport(Transport):
         return None if kind is None else self._digests[kind]
 
     async def _on_links(self, step: Callable[[EngineLink], Any]) -> Failures:
-        """Take a step on each link. Returns the engines that failed, which it notes."""
+        """Take a step on each link. Records and returns the engines that failed."""
         reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
         failed = {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
         self._failed |= failed
@@ -192,7 +190,7 @@ class DistributedTransport(Transport):
 
 
 def difference(sent: str, received: Sequence[str], ranks: int) -> str | None:
-    """Compare the digests of an engine's ranks with that of what was sent; None if they agree."""
+    """Describe how the digests of an engine's ranks differ from the sent one; None if equal."""
     if len(received) != ranks:
         return f"digests of {len(received)} ranks, expected {ranks}"
     for rank, digest in enumerate(received):
@@ -200,8 +198,8 @@ def difference(sent: str, received: Sequence[str], ranks: int) -> str | None:
             return f"its rank {rank} received the weights, but did not load them: {digest}"
         if digest != sent:
             return (
-                f"its rank {rank} did not receive the weights as they were sent, so something"
-                f" between trainer and engine changes them (digest sent {sent[:12]}, received"
+                f"its rank {rank} did not receive the weights as they were sent: something between"
+                f" trainer and engine changes them (digest sent {sent[:12]}, received"
                 f" {digest[:12] or 'none'})"
             )
     return None

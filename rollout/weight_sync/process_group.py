@@ -1,8 +1,7 @@
-"""A process group of ranks of the trainer and one engine: NCCL between different GPUs, else gloo.
+"""A process group of trainer ranks and one engine: NCCL between different GPUs, otherwise gloo.
 
-In one common group, an engine that hangs would hold up the others, and we could not free them:
-neither gloo nor NCCL lets go of a collective whose other ranks are alive, and SGLang sets no
-deadline of its own.
+In one common group a hung engine would block the others, and we could not free them: neither gloo
+nor NCCL cancels a collective whose other ranks are alive, and SGLang sets no deadline.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from torch import Tensor
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.stores import bound_store
 
-# NCCL has no wait with a deadline: a look comes the later, the longer a broadcast takes
+# NCCL has no wait with a deadline, so broadcasts are polled, less often the longer they take.
 POLL_S = 0.0002
-MOST_POLL_S = 0.02
-POLL_SHARE = 0.05  # of the time that was waited
+MAX_POLL_S = 0.02
+POLL_SHARE = 0.05  # interval of polls as a share of the time waited so far
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-_MAKING = threading.Lock()  # while the variable is changed
-WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
+_DUMPS_LOCK = threading.Lock()  # held while the variable DUMPS is changed
+WATCHDOG_FACTOR = 4  # NCCL's watchdog ends the process, so it must fire well after our deadline
 
-# NCCL takes ranks that share a GPU from this version on, where its variable is 1.
+# NCCL accepts ranks that share a GPU from this version on, if its variable is 1.
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARED_SINCE = "2.30"
 
@@ -56,23 +55,21 @@ class GroupAddress:
     port: int
     world_size: int
     backend: Backend
-    timeout_s: float  # for the rendezvous, and for each broadcast
-    name: str = "weights"  # SGLang makes no second group of a name, even after the trainer died
+    timeout_s: float  # limit of the rendezvous and of each broadcast
+    name: str = "weights"  # unique: SGLang refuses to reuse a name, even after the trainer died
 
 
 def close_late(joining: Future[WeightGroup]) -> None:
-    """Close a group that came together after it was given up."""
+    """Close a group that formed after its caller gave up."""
     if joining.exception() is None:
         joining.result().close()
 
 
 def start_thread(work: Callable[[], T], device: torch.device) -> Future[T]:
-    """Run `work` in a thread of its own, which may outlive the caller.
-
-    The thread ends at a deadline of its own, which is not waited for.
+    """Run `work` in a new thread, which may outlive the caller and ends at its own deadline.
 
     Args:
-        device: the current one there; a new thread would be on the first GPU.
+        device: the thread's current device; by default a new thread is on the first GPU.
     """
     thread = WorkThread(device)
     future = thread.start(work)
@@ -81,10 +78,10 @@ def start_thread(work: Callable[[], T], device: torch.device) -> Future[T]:
 
 
 class WorkThread:
-    """A thread that does one piece of work after the other, until `close`.
+    """A thread that does its work items in order, until `close`.
 
     Args:
-        device: the current one there; a new thread would be on the first GPU.
+        device: the thread's current device; by default a new thread is on the first GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,9 +92,10 @@ class WorkThread:
         threading.Thread(target=self._run, name="weights", daemon=True).start()
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Do `work` when all that was given before is done. Raises RunFailed after `close`."""
+        """Do `work` after all earlier work. Raises RunFailed after `close`."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # the caller may give it up, but not stop the thread
+        # The caller may stop waiting, but cannot cancel the work.
+        future.set_running_or_notify_cancel()
         with self._closing:
             if self._is_closed:
                 raise RunFailed("the weight group is closed")
@@ -105,7 +103,7 @@ class WorkThread:
         return future
 
     def close(self) -> None:
-        """End the thread when all work that it was given is done; nobody waits for that."""
+        """End the thread after its last work item, without waiting for it."""
         with self._closing:
             self._is_closed = True
             self._work.put(None)
@@ -119,16 +117,17 @@ class WorkThread:
                 future.set_result(work())
             except BaseException as failure:  # noqa: BLE001 - recovery: raised in the caller
                 future.set_exception(failure)
-            del task, work, future  # the bytes of a bucket, while this waits for the next
+            # Free the bytes of a bucket before waiting for the next one.
+            del task, work, future
 
 
-# --- the group ------------------------------------------------------------------------------------
+# --- group ----------------------------------------------------------------------------------------
 
 
 class WeightGroup:
-    """One rank of a process group for weights. Making it blocks until all ranks are there.
+    """One rank of a process group for weights. The constructor blocks until all ranks have joined.
 
-    Raises DeadlineExceeded when they are not there within `address.timeout_s`, RunFailed when the
+    Raises DeadlineExceeded if they do not join within `address.timeout_s`, RunFailed if the
     connection breaks.
     """
 
@@ -143,7 +142,7 @@ class WeightGroup:
         self.address = address
         self.rank = rank
         self.device = device
-        # of the last and of the last but one `receive`
+        # Buffers of the last two calls of `receive`.
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._group: Any = None
         self._store: dist.Store | None = None
@@ -155,21 +154,21 @@ class WeightGroup:
                 )
             self._group = make_group(address, rank, store, device)
         except (dist.DistError, RuntimeError) as error:
-            raise self._failure("the weight group did not come together", error) from error
+            raise self._failure("the weight group could not be formed", error) from error
         self._store = store
-        self._sending: WorkThread | None = None  # from the first `_start` on
+        self._sending: WorkThread | None = None  # made by the first `_start`
 
     def start_sending(self, flat: Tensor) -> Future[None]:
-        """Send uint8 [n] when all that came before is sent, in the one thread that this group has.
+        """Send uint8 [n] after all earlier sends, in the group's thread.
 
-        Raises RunFailed where the group is closed.
+        Raises RunFailed if the group is closed.
         """
         return self._start(lambda: self.send(flat))
 
     def start_passing_on(self, num_bytes: int) -> Future[None]:
-        """Take part in rank 0's broadcast of uint8 [num_bytes], as `start_sending` does.
+        """Take part in rank 0's broadcast of uint8 [num_bytes], in order like `start_sending`.
 
-        The bytes are passed on to other ranks, and not kept.
+        The bytes are passed on to other ranks and dropped.
         """
         return self._start(
             lambda: self._broadcast(
@@ -180,7 +179,8 @@ class WeightGroup:
     def _start(self, work: Callable[[], None]) -> Future[None]:
         if self._sending is None:
             self._sending = WorkThread(self.device)
-        if not self.is_open:  # `close` may not have seen the thread
+        # A concurrent `close` may have missed the new thread.
+        if not self.is_open:
             self._sending.close()
         return self._sending.start(work)
 
@@ -191,8 +191,8 @@ class WeightGroup:
     def receive(self, num_bytes: int, into: Tensor | None = None) -> Tensor:
         """Receive uint8 [num_bytes]; for the other ranks.
 
-        The bytes come into `into` if that is on the group's device, else into a buffer of our own,
-        which the next call but one overwrites.
+        The bytes are written to `into` if it is on the group's device, otherwise to an internal
+        buffer, which the next call but one overwrites.
         """
         if into is not None and into.device.type == self._group_device.type:
             self._broadcast(into)
@@ -221,8 +221,8 @@ class WeightGroup:
         if self.address.backend == "gloo":
             group.abort()
         else:
-            # A broadcast that waits for its communicator holds the lock that this needs. A daemon
-            # that comes back from NCCL while Python ends would end the process by SIGABRT.
+            # A broadcast that waits for its communicator holds the lock that `abort` needs. A
+            # daemon thread that returns from NCCL while Python exits would cause a SIGABRT.
             threading.Thread(target=group.abort, name="weights-abort").start()
 
     @property
@@ -230,7 +230,8 @@ class WeightGroup:
         return self.device if self.address.backend == "nccl" else torch.device("cpu")
 
     def _broadcast(self, flat: Tensor) -> None:
-        group = self._group  # `close` may come from another thread meanwhile
+        # Another thread may call `close` during the broadcast.
+        group = self._group
         if group is None:
             raise RunFailed("the weight group is closed")
         began = time.monotonic()
@@ -243,14 +244,15 @@ class WeightGroup:
                     waited = time.monotonic() - began
                     if waited > self.address.timeout_s:
                         raise RuntimeError("Operation timed out")
-                    time.sleep(min(max(POLL_S, waited * POLL_SHARE), MOST_POLL_S))
+                    time.sleep(min(max(POLL_S, waited * POLL_SHARE), MAX_POLL_S))
                 work.wait()
         except RuntimeError as error:
             self.close()
             raise self._failure(
                 f"a broadcast of {len(flat)} bytes of weights failed", error
             ) from error
-        if self._group is not group:  # NCCL ends an aborted broadcast without an error
+        # NCCL ends an aborted broadcast without an error.
+        if self._group is not group:
             raise RunFailed(f"the weight group was closed in a broadcast of {len(flat)} bytes")
 
     def _failure(self, what: str, error: Exception) -> RunFailed:
@@ -270,13 +272,13 @@ class WeightGroup:
 
 
 def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torch.device) -> Any:
-    """Make a bare backend, which is registered nowhere.
+    """Make a bare backend that is not registered with torch.
 
     SGLang's `init_custom_process_group`, and torch below it, look for the other ranks under these
     prefixes.
 
-    NCCL's communicator is begun here and does not block: if the other side dies before the first
-    broadcast, ours waits there for a limited time, and `abort` knows the communicator.
+    NCCL's communicator is begun here without blocking: if the other side dies before the first
+    broadcast, ours waits there for a limited time, and `abort` can end the communicator.
     """
     limit = timedelta(seconds=address.timeout_s)
     kind = "cuda" if address.backend == "nccl" else "cpu"
@@ -287,19 +289,19 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torc
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit * WATCHDOG_FACTOR
         options.config.blocking = 0
-        # How long torch waits for such a communicator: half an hour by default. It is read once.
+        # torch's limit for such a communicator, half an hour by default. torch reads it once.
         os.environ.setdefault(NONBLOCKING_TIMEOUT, str(math.ceil(address.timeout_s)))
         with _without_dumps():
             group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
-        # torch keeps communicators by the GPU's number: without one, a broadcast makes another
+        # torch keeps communicators by GPU number: without a number a broadcast would make another.
         numbered = torch.device("cuda", torch.cuda.current_device())
         group.eager_connect_single_device(numbered if device.index is None else device)
         return group
     if rank > 0 and not is_loopback(address.host):
-        # this picks the interface of the host's name
+        # This constructor picks the interface of this machine's host name.
         return dist.ProcessGroupGloo(store, rank, address.world_size, limit)
-    # Rank 0 is at `host`. The name of its host may stand for the loopback interface, where other
-    # machines do not reach it.
+    # Rank 0 is at `host`. Its host name may resolve to the loopback interface, which other machines
+    # cannot reach.
     local = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     local._devices = [dist.ProcessGroupGloo.create_device(hostname=address.host)]
     local._timeout = limit
@@ -308,12 +310,12 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torc
 
 @contextmanager
 def _without_dumps() -> Iterator[None]:
-    """Inside, a new group does not ask its store every second whether another rank wants a dump.
+    """Keep a new group from asking its store every second whether another rank wants a dump.
 
     torch takes a bare group for the first of its process, and logs a stack at each such question
-    when the store is gone. It reads the variable in the constructor. Groups are made in threads.
+    when the store is gone. The group's constructor reads the variable. Groups are made in threads.
     """
-    with _MAKING:
+    with _DUMPS_LOCK:
         before = os.environ.get(DUMPS)
         os.environ[DUMPS] = "0"
         try:
@@ -331,9 +333,9 @@ def _without_dumps() -> Iterator[None]:
 def open_rendezvous(
     url: str, others: int, backend: Backend, timeout_s: float
 ) -> tuple[GroupAddress, dist.Store]:
-    """Open a store where an engine at `url` can reach it, for a group of this rank and `others`.
+    """Open a store that an engine at `url` can reach, for a group of this rank and `others` more.
 
-    Raises OSError and torch's DistError where there is no way to the engine.
+    Raises OSError or torch's DistError if no route leads to the engine.
     """
     host = own_address(url)
     store = bound_store(host, timeout_s)
@@ -342,10 +344,10 @@ def open_rendezvous(
 
 
 def choose_backend(trainer: str | None, engine: str | None) -> Backend:
-    """NCCL if trainer and engine have different GPUs, else gloo.
+    """Choose NCCL if trainer and engine have different GPUs, otherwise gloo.
 
     Args:
-        trainer, engine: what identifies its GPU; None where it has none of its own.
+        trainer, engine: the identity of its GPU; None without a GPU of its own.
     """
     if trainer is None or engine is None:
         return "gloo"
@@ -358,7 +360,7 @@ def ranks_share_gpus() -> bool:
 
 
 def gpu_identity(device: torch.device) -> str | None:
-    """An identity of the GPU in every process's numbering; None on the CPU."""
+    """The GPU's UUID, which is the same in every process; None on the CPU."""
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -367,7 +369,7 @@ def gpu_identity(device: torch.device) -> str | None:
 def own_address(url: str) -> str:
     """The address under which the server at `url` reaches this machine.
 
-    It is the source address of packets to that server. None is sent.
+    It is the source address of packets to that server. No packet is sent.
     """
     parts = urlsplit(url)
     family, kind, protocol, _, there = socket.getaddrinfo(
@@ -380,7 +382,7 @@ def own_address(url: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has `address`; None: there is none."""
+    """The network interface of this machine with `address`; None if there is none."""
     for name, found in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in found):
             return name
@@ -388,7 +390,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address stands for this machine alone."""
+    """Whether a name or address is on the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

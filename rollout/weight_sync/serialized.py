@@ -1,9 +1,9 @@
 """SGLang engines on the trainer's host take each bucket from the body of a request.
 
-To engines on the trainer's GPUs the body brings IPC handles, made by the rank on the engine's own
-GPU, and the bytes go from memory to memory there; this has never been run. Else it holds the bytes
-themselves. Either way the server unpickles the body, and
-accepts only classes on a list; those used here are on it.
+For engines on the trainer's GPUs the body holds IPC handles, made by the rank on the engine's own
+GPU, and the bytes are copied from memory to memory there; this has never been run. Otherwise the
+body holds the bytes themselves. The server unpickles the body and accepts only classes on a list;
+the classes used here are on it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from rlcore.interfaces import BucketSender, Orders
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask, gpus_of
 
-# the indices of the device and of the readers' counter, which are two values, among the arguments
-# of torch's `rebuild_cuda_tensor`
+# Indices among the arguments of torch's `rebuild_cuda_tensor`. The readers' counter has two values.
 DEVICE = 6
 COUNTER = 11
-# the orders
+# Orders for the ranks.
 BYTES = "bytes"
 HANDLE = "handle"
 
@@ -38,24 +37,25 @@ class TensorTransport(Transport):
     """Puts the weights into the body of a request.
 
     `engine.receive_serialized(index, payloads)` loads bucket `index`, with one payload for each of
-    its `group_ranks` tensor-parallel ranks. `engine.gpus` names their GPUs. If a rank of the
-    trainer is on each of them, they take handles of that rank's memory, else rank 0's bytes.
+    its `group_ranks` tensor-parallel ranks. `engine.gpus` names their GPUs. If the trainer has a
+    rank on each of these GPUs, the engine takes handles of that rank's memory, otherwise rank 0's
+    bytes.
 
     Args:
-        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        timeout_s: the limit for one bucket (`rollout.engine.update_timeout_s`).
     """
 
     name = "tensor"
 
     def orders(self) -> Orders:
-        """Have a rank on each GPU make handles, where engines take them, else rank 0 the bytes."""
+        """Have a rank on each GPU send handles if engines take them, otherwise rank 0 the bytes."""
         owners = self._owners()
         if not owners:
             return Orders(self.name, {0: BYTES})
         return Orders(self.name, dict.fromkeys(sorted(set(owners.values())), HANDLE), gathers=True)
 
     def _owners(self) -> dict[str, int]:
-        """The first rank on each GPU of each engine; {} where one has none, or is not known.
+        """The first rank on each engine's GPUs; {} if a GPU is unknown or has no rank.
 
         Engines that share GPUs with the trainer are on rank 0's machine.
         """
@@ -84,7 +84,7 @@ class TensorTransport(Transport):
             lambda e: e.receive_serialized(index, payloads(e)),
             self._timeout_s,
         )
-        # those that failed have ended, and read nothing
+        # Failed engines have ended and read nothing.
         self._engines = [engine for engine in self._engines if engine not in answers.failed]
         return answers.failed
 
@@ -98,12 +98,12 @@ class TensorTransport(Transport):
 
 
 class SerializedSender(BucketSender):
-    """Packs a bucket: as a handle by CUDA IPC, or the bytes themselves.
+    """Packs a bucket as a CUDA IPC handle, or as the bytes themselves.
 
     A handle is used once: torch counts its readers, and frees the memory when the count is zero. A
-    reader's count ends after its own stream has, so what it reads is not overwritten before. (An
-    engine's answer says only that its copies are queued.) The ranks do not wait for rank 0, and may
-    be a bucket ahead of it.
+    reader is counted until its own stream has finished, so the memory is not overwritten before.
+    (An engine's answer only means that its copies are queued.) The ranks do not wait for rank 0,
+    and may be a bucket ahead of it.
     """
 
     def __init__(self) -> None:
@@ -115,20 +115,20 @@ class SerializedSender(BucketSender):
         self._by_handle = order == HANDLE
 
     def pack(self, bucket: Bucket, flat: Tensor) -> str:
-        """Return the payload, or copy the bucket into memory of its own and return its handle."""
+        """Return the payload, or copy the bucket into new memory and return its handle."""
         if not self._by_handle:
             return by_value(bucket, flat)
         self._on_cuda = flat.is_cuda
         if not flat.is_cuda:
             return json.dumps({"payload": by_value(bucket, flat), "counter": None})
         own = flat.detach().clone()
-        # the reader does not wait for our stream
+        # The reader does not wait for our stream.
         torch.cuda.current_stream(own.device).synchronize()
         payload, (name, offset) = by_handle(bucket, own)
         return json.dumps({"payload": payload, "counter": [encode(name), offset]})
 
     def discard(self, packed: Mapping[int, str], stopped: Sequence[int] | None) -> None:
-        """Free the memory of handles but of these ranks'. No effect on one that was read."""
+        """Free the memory of unread handles, except those of the ranks in `stopped`."""
         for rank, handle in packed.items():
             if rank in (stopped or ()):
                 continue
@@ -137,7 +137,7 @@ class SerializedSender(BucketSender):
                 torch.UntypedStorage._release_ipc_counter_cuda(base64.b64decode(name), offset)
 
     def end(self, *, done: bool, stopped: Any) -> None:
-        """Give back the memory that readers have closed."""
+        """Free the memory that readers have closed."""
         if self._on_cuda:
             torch.cuda.ipc_collect()
 
@@ -154,7 +154,7 @@ def by_value(bucket: Bucket, flat: Tensor) -> str:
 
 
 def by_handle(bucket: Bucket, flat: Tensor) -> tuple[str, tuple[bytes, int]]:
-    """Make a payload of an IPC handle, for one reader. Returns it and the name of its counter."""
+    """Make a payload of an IPC handle for one reader. Returns the payload and its counter."""
     buffer = io.BytesIO()
     pickler = HandlePickler(buffer)
     pickler.dump(flattened(bucket, flat))
@@ -182,12 +182,12 @@ def flattened(bucket: Bucket, flat: Tensor) -> dict[str, Any]:
 
 
 class HandlePickler(pickle.Pickler):
-    """Pickles tensors as CUDA IPC handles, with the GPU's uuid in place of its number.
+    """Pickles tensors as CUDA IPC handles, with the GPU's UUID instead of its number.
 
     Trainer and engine may number the GPUs differently.
     """
 
-    counter: tuple[bytes, int]  # where torch counts the readers of the tensor: file and offset
+    counter: tuple[bytes, int]  # file and offset of torch's count of the tensor's readers
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

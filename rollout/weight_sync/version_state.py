@@ -2,9 +2,9 @@
 
     empty -> updating -> unversioned -> ready
                ^  ^ ______________________/
-               |   (a failure on the way leaves it `updating`: stale until a whole update has come)
+               |   (after a failure the state stays `updating`: stale until a whole update)
 
-In each state its memory can be released, which loses the weights. When the memory is restored, the
+In each state the memory can be released, which loses the weights. When the memory is restored, the
 state is `empty` again.
 """
 
@@ -22,18 +22,18 @@ State = Literal["empty", "updating", "unversioned", "ready", "released"]
 
 
 class WeightState:
-    """The state of engine `name`. Its methods raise EngineFailed for a step out of order."""
+    """The state of engine `name`. Raises EngineFailed for a step out of order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state: State = "empty"
         self.version: int | None = None
-        # of the current update, if one is open
+        # The open update, if any.
         self._buckets: tuple[Bucket, ...] | None = None
         self._received: set[int] = set()
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Open an update. From here on the weights have no version."""
+        """Open an update. The weights then have no version."""
         if self.state == "released":
             raise EngineFailed(
                 f"{self.name}: the memory of its weights is released; restore it before an update"
@@ -51,7 +51,7 @@ class WeightState:
         return self._buckets
 
     def bucket(self, index: int) -> Bucket:
-        """The layout of bucket `index`, which is about to arrive."""
+        """The layout of bucket `index` of the open update."""
         buckets = self.open_buckets()
         if not 0 <= index < len(buckets):
             raise EngineFailed(f"{self.name}: bucket {index} of {len(buckets)}")
@@ -66,7 +66,7 @@ class WeightState:
         self._received = {bucket.index for bucket in self.open_buckets()}
 
     def check_whole(self) -> None:
-        """Raise EngineFailed if a bucket is missing; the engine is stale then."""
+        """Raise EngineFailed if a bucket is missing. The engine then stays stale."""
         if self.state != "updating" or self._buckets is None:
             raise EngineFailed(f"{self.name}: end_update without begin_update")
         missing = sorted(set(range(len(self._buckets))) - self._received)
@@ -100,7 +100,7 @@ class WeightState:
         self.state = "ready"
 
     def require_ready(self) -> int:
-        """The version in force. Raises EngineFailed when there is none."""
+        """The version in force. Raises EngineFailed if no version is in force."""
         if self.state == "ready" and self.version is not None:
             return self.version
         if self.state == "empty":
@@ -117,11 +117,11 @@ class WeightState:
         )
 
     def release(self) -> None:
-        """Record that the memory of the weights was given back."""
+        """Record that the memory of the weights was released."""
         self.state = "released"
 
     def restore(self) -> None:
-        """Record that there is memory again, for a whole update to fill."""
+        """Record that the memory was restored, for a whole update to fill."""
         if self.state == "released":
             self.state = "empty"
 

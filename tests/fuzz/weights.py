@@ -1,4 +1,4 @@
-"""Folders of publications: manifests, changes, safetensors, and the notes of followers.
+"""Folders of publications: manifests, changes, safetensors, and the reports of followers.
 
 A follower's folder holds the weights that were published, or the publication fails by name.
 """
@@ -20,7 +20,7 @@ from rlcore.hf_folder import find_tensors
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync.delta_files import DeltaWriter
 from rollout.weight_sync.folders import WeightFolders
-from rollout.weight_sync.follower import NOTES, Follower, Note, read_notes
+from rollout.weight_sync.follower import REPORTS, Follower, FollowerReport, read_reports
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.oracle import need
@@ -71,9 +71,9 @@ def open_deltas() -> Iterator[Case]:
         (model / "config.json").write_text("{}")
         shared = Path(root) / "shared"
         wanted = publish(shared, model)
-        note = Note("node", ["http://127.0.0.1:1"], NEWEST, "/dev/shm/x")
-        (shared / NOTES).mkdir()
-        (shared / NOTES / "node-1.json").write_text(json.dumps(asdict(note)))
+        report = FollowerReport("node", ["http://127.0.0.1:1"], NEWEST, "/dev/shm/x")
+        (shared / REPORTS).mkdir()
+        (shared / REPORTS / "node-1.json").write_text(json.dumps(asdict(report)))
         files = sorted(path for path in shared.rglob("*") if path.is_file())
         contents = {path: path.read_bytes() for path in files}
 
@@ -91,7 +91,7 @@ def open_deltas() -> Iterator[Case]:
                     else mutator.bytes(content)
                 )
                 path.write_bytes(broken)
-                for found in read_notes(shared):
+                for found in read_reports(shared):
                     need(isinstance(found.urls, list), f"{found}")
                     need(found.number is None or type(found.number) is int, f"{found}")
                     need(isinstance(found.folder, str), f"{found}")

@@ -147,7 +147,7 @@ def test_answers_that_do_not_come_are_missed(served: Served) -> None:
             while dispatcher.fleet.serving:
                 await asyncio.sleep(0.05)
             why = dispatcher.fleet.members[0].health.why
-            assert "has 1 requests, and made no token for 2 s" in why
+            assert "has 1 requests and made no token for 2 s" in why
         finally:
             os.kill(detokenizer, signal.SIGCONT)
             call.cancel()

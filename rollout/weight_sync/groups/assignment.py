@@ -1,9 +1,9 @@
-"""Which ranks of the trainer bring weights to which engine.
+"""The assignment of trainer ranks to engines.
 
-sender   the one that sends the engine every bucket
-helpers  other ranks of its machine that are in the engine's process group, too, and send to
-         nobody. NCCL passes a broadcast on through the network cards of all of them, as far as
-         the engine has as many
+sender   the rank that sends every bucket to the engine
+helpers  other ranks of its machine that are also in the engine's process group, and send
+         nothing themselves. NCCL spreads a broadcast over the network cards of all of them,
+         up to the number of the engine's own cards
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class Served:
 
 
 class SenderAssignment:
-    """Assigns engines to ranks, each for as long as it is there.
+    """Assigns engines to ranks, each for as long as it stays in the run.
 
     Args:
-        senders: the ranks that engines are assigned to; None: on GPUs as many as there are engines,
-            on the CPU rank 0 alone.
-        rails: the ranks in the group of an engine, at most; None: where it is NCCL's, as many as
-            the engine has GPUs, and else one.
+        senders: the number of ranks that engines are assigned to. None means one for each engine on
+            GPUs, and rank 0 alone on the CPU.
+        rails: the most ranks in the group of an engine. None means one for each GPU of the engine
+            with NCCL, and one rank otherwise.
     """
 
     def __init__(self, senders: int | None, rails: int | None) -> None:
         self._senders = senders
         self._rails = rails
         self.served: dict[Engine, Served] = {}
-        self._reach_rank0: set[Engine] = set()  # and no other rank
+        self._reach_rank0: set[Engine] = set()  # engines that reach no other rank
 
     def assign(
         self, engine: Engine, gpu: str | None, engines: int, ranks: Sequence[RankAddress]
     ) -> Served:
-        """Assign an engine to the ranks with the fewest engines, of those that reach it.
+        """Assign an engine to the ranks with the fewest engines, among those that reach it.
 
         Args:
-            gpu: what identifies the engine's; None where it has none of its own.
-            engines: that there are, this one and those that were assigned before included.
+            gpu: the identity of the engine's GPU; None without a GPU of its own.
+            engines: the number of all engines, including this one and the assigned ones.
             ranks: the addresses of all ranks.
 
-        Raises EngineFailed where the engine has no address any more.
+        Raises EngineFailed if the engine has lost its address.
         """
         if engine in self._reach_rank0:
             self.served[engine] = Served(0)
@@ -62,7 +62,7 @@ class SenderAssignment:
         usable = [_on_one_host(share, ranks) for share in shares(len(ranks), count)]
         if is_loopback(urlsplit(engine.url).hostname or ""):
             usable = [share for share in usable if ranks[share[0]].host == ranks[0].host]
-        # earlier engines may have been assigned to ranges that were cut otherwise
+        # The ranges of earlier engines may have been cut differently.
         assigned = [{served.sender, *served.helpers} for served in self.served.values()]
         busy = [sum(not used.isdisjoint(share) for used in assigned) for share in usable]
         chosen = busy.index(min(busy))
@@ -73,37 +73,37 @@ class SenderAssignment:
     def _members(
         self, engine: Engine, gpu: str | None, share: Sequence[int], ranks: Sequence[RankAddress]
     ) -> Sequence[int]:
-        """The ranks that can be in a group with this engine, the most that are wanted."""
+        """The ranks for a group with this engine, up to the wanted number."""
         if self._rails is not None:
             return share[: self._rails]
         on_nccl = [rank for rank in share if choose_backend(ranks[rank].gpu, gpu) == "nccl"]
         return on_nccl[: engine.group_ranks]
 
     def keep_only(self, engines: Collection[Engine]) -> None:
-        """Forget engines that are gone: their ranks are free for others."""
+        """Drop engines that have left, which frees their ranks."""
         self.served = {one: ranks for one, ranks in self.served.items() if one in engines}
 
     def leave_to_rank0(self, engine: Engine) -> None:
-        """Have rank 0 alone serve an engine that did not get to its ranks, also after a restart."""
+        """Have rank 0 alone serve an engine that cannot reach its ranks, also after a restart."""
         self._reach_rank0.add(engine)
         self.served[engine] = Served(0)
 
 
 def _served(ranks: Sequence[int]) -> Served:
-    """Let the first rank send, but not rank 0, which has other work, if there is another."""
+    """Make the first rank the sender; rank 0, which has other work, only if it is alone."""
     first, *others = sorted(ranks, key=lambda rank: rank == 0)
     return Served(first, tuple(others))
 
 
 def _on_one_host(share: range, ranks: Sequence[RankAddress]) -> list[int]:
-    """Those of the ranks that are on the machine of the first."""
+    """The ranks on the same machine as the first one."""
     return [rank for rank in share if ranks[rank].host == ranks[share[0]].host]
 
 
 def shares(world_size: int, count: int) -> list[range]:
-    """Cut the ranks of a world into `count` ranges, or into single ranks where these are fewer.
+    """Cut the ranks of a world into `count` ranges, or into single ranks if there are fewer ranks.
 
-    The first of each are as far apart as they can be: on as many machines as there are.
+    The first ranks of the ranges are spread evenly, over as many machines as possible.
     """
     count = min(count, world_size)
     starts = [i * world_size // count for i in range(count + 1)]

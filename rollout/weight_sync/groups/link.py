@@ -17,43 +17,43 @@ from rollout.weight_sync.process_group import Backend, GroupAddress
 
 @dataclass(frozen=True)
 class Order:
-    """An engine that a rank is to serve, as its sender or as a helper of that."""
+    """An order for a rank to serve an engine, as its sender or as a helper."""
 
     engine: str
     url: str
-    ranks: int  # of the group that are the engine's own
+    ranks: int  # number of the engine's own ranks in the group
     backend: Backend
-    group: str | None  # that the engine is in
-    trainer: Sequence[int]  # the ranks of the trainer in the group, first the one that sends
-    rank: int = 0  # in the group, of the rank that gets this order
+    group: str | None  # name of the engine's current group
+    trainer: Sequence[int]  # the trainer's ranks in the group, the sender first
+    rank: int = 0  # the recipient's rank in the group
 
     @property
     def others(self) -> int:
-        """The ranks of the group without the one that sends."""
+        """The number of ranks in the group, without the sender."""
         return len(self.trainer) - 1 + self.ranks
 
     def is_sent(self, bucket: Bucket, stopped: Mapping[str, int] | None) -> bool:
         """Whether the engine still gets a bucket.
 
         Args:
-            stopped: up to which bucket each engine was called in a publication that has failed. One
-                that is out is not named. The others wait in a broadcast until they have that
-                bucket: neither gloo nor NCCL lets them go.
+            stopped: after a failure, the last bucket for which each remaining engine was called. An
+                engine waits in a broadcast until it has that bucket: neither gloo nor NCCL can
+                cancel the wait.
         """
         return stopped is None or bucket.index <= stopped.get(self.engine, -1)
 
 
 class EngineLink:
-    """The process group of an engine and ranks of the trainer, as the engines' side sees it.
+    """The engines' side of the process group of an engine and trainer ranks.
 
-    An engine that queues calls (`queues_buckets`) is called for the bucket that follows, too, and
-    has up to `CALLS_AT_ONCE` calls; another one has one, so that no two can overtake each other.
+    An engine that queues calls (`queues_buckets`) is also called for the next bucket, and has up to
+    `CALLS_AT_ONCE` calls. Other engines have one call, so that no two calls can change their order.
 
-    Its coroutines return why the engine failed, or None.
+    The coroutines return why the engine failed, or None.
 
     Args:
-        timeout_s: for one bucket, from when its answer is waited for: before that, the rank that
-            sends it may be held up by another engine.
+        timeout_s: the limit for one bucket, counted from when its answer is due: until then,
+            another engine may hold up the sender.
     """
 
     def __init__(self, engine: Engine, backend: Backend, served: Served, timeout_s: float) -> None:
@@ -61,17 +61,18 @@ class EngineLink:
         self.backend = backend
         self.served = served
         self._timeout_s = timeout_s
-        # that are not known to have succeeded, in the order of buckets
+        # Calls that are unfinished or unchecked, in the order of buckets.
         self._calls: list[asyncio.Task[str | None]] = []
-        self.last = -1  # the bucket up to which the engine was called, in this publication
+        # The last bucket of this publication for which the engine was called.
+        self.last = -1
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine was not started again. The ranks say in `join` whether they were."""
+        """Whether the engine is still in its group. The ranks report their side in `join`."""
         return self.engine.in_group is not None
 
     def order(self) -> Order:
-        """Begin a publication. Raises EngineFailed where the engine has no address any more."""
+        """Begin a publication. Raises EngineFailed if the engine has lost its address."""
         self.last = -1
         engine = self.engine
         trainer = (self.served.sender, *self.served.helpers)
@@ -83,13 +84,14 @@ class EngineLink:
         """Have the engine enter the group that its sender has opened.
 
         Args:
-            answers: what `GroupSender.open` returned on each rank.
+            answers: the results of `GroupSender.open`, by rank.
         """
         engine = self.engine
         address = read_address(answers, self.served.sender, engine.name)
         if isinstance(address, str):
             return address
-        if address is None:  # the last group is whole, for its sender
+        # The sender still has its last group with the engine.
+        if address is None:
             for rank in self.served.helpers:
                 if read_address(answers, rank, engine.name) is not None:
                     return f"engine {engine.name} is in a group that rank {rank} has left"
@@ -102,11 +104,11 @@ class EngineLink:
     # --- buckets ----------------------------------------------------------------------------------
 
     async def send(self, indices: Sequence[int], order: str | None) -> str | None:
-        """Call the engine for buckets, each once. Return when it has room for the next call.
+        """Call the engine once for each bucket. Returns when it can take the next call.
 
         Args:
-            indices: of a bucket, and of the one that follows.
-            order: for a digest of what it receives.
+            indices: a bucket and the next one.
+            order: of a digest of the received bytes.
         """
         queues = bool(getattr(self.engine, "queues_buckets", False))
         for index in indices[: 2 if queues else 1]:
@@ -146,7 +148,7 @@ class EngineLink:
             await asyncio.wait(self._calls, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     async def _drop(self, why: str) -> str:
-        """Leave no call behind. Returns `why`."""
+        """Cancel all calls. Returns `why`."""
         calls = [call for call in self._calls if call.cancel()]
         self._calls = []
         if calls:
@@ -158,12 +160,12 @@ def read_address(answers: Mapping[int, Any], rank: int, engine: str) -> GroupAdd
     """Read the rendezvous of a rank and an engine.
 
     Args:
-        answers: what `GroupSender.open` returned on each rank.
+        answers: the results of `GroupSender.open`, by rank.
 
-    Returns None where the rank's last group with it is whole, and a string where it has none, which
-    says why.
+    Returns None if the rank still has its last group with the engine, or the reason as a string if
+    it has no rendezvous.
     """
     address = answers[rank][engine]
     if isinstance(address, str):
-        return f"engine {engine} cannot be met by rank {rank}: {address}"
+        return f"rank {rank} cannot open a group with engine {engine}: {address}"
     return None if address is None else GroupAddress(**address)

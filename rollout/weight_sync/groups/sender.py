@@ -1,10 +1,10 @@
-"""A rank of the trainer that sends weights to engines over process groups, or helps one that does.
+"""A trainer rank that sends weights to engines over process groups, or helps a sender.
 
-It makes a group with each engine that it is ordered to serve, and sends. A hung engine blocks it
-only until the publication has failed. A rank that helps (assignment.py) is in the group of another
-sender and an engine. It waits for each bucket as the sender does: on a GPU, a rank ahead of the
-sender would queue the trainer's next broadcast in front of this one, and the sender would wait for
-this one before it takes part in that.
+The rank makes a group with each engine that it is ordered to serve, and sends. A hung engine blocks
+the rank only until the publication has failed. A helper (assignment.py) is in the group of another
+sender and an engine. It waits for each bucket as the sender does: on a GPU, a helper ahead of the
+sender would queue the trainer's next broadcast before the current one, while the sender waits for
+the current one first.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from rollout.weight_sync.process_group import (
     start_thread,
 )
 
-STOPPED_POLL_S = 0.02  # how often a rank that waits for an engine looks for a failure elsewhere
-# An engine waits for a bucket while another one holds up the bucket before, and this rank may begin
-# one while another rank waits for that. The deadline of broadcasts comes later, so that the one
-# for an engine's answer counts.
-AHEAD = 3.0
+STOPPED_POLL_S = 0.02  # interval at which a waiting rank looks for a failure elsewhere
+# Factor on the limit of broadcasts, so that the deadline of an engine's answer passes first.
+# Engines and ranks may be a bucket ahead of each other, and then wait that long.
+BROADCAST_LIMIT_FACTOR = 3.0
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +45,7 @@ class GroupSender(BucketSender):
     """Sends over a process group with each engine. Rank 0 also digests the buckets.
 
     Args:
-        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        timeout_s: the limit for one bucket (`rollout.engine.update_timeout_s`).
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -54,36 +53,38 @@ class GroupSender(BucketSender):
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}  # by engine
         self._joining: dict[str, Future[WeightGroup]] = {}
-        # in the current publication
+        # The current publication.
         self._orders: list[Order] = []
         self._digests: list[Digest] = []
-        self._sent: dict[str, int] = {}  # by engine, the newest bucket that was begun
+        self._sent: dict[str, int] = {}  # engine -> newest bucket whose sending has begun
 
     def open(self, order: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
         """Begin a publication. Returns the rendezvous with each engine; see `read_address`.
 
         Args:
-            order: of `DistributedTransport.orders`.
+            order: made by `DistributedTransport.orders`.
         """
         self._orders = [Order(**one) for one in order["engines"]]
         self._digests = [Digest(one) for one in order["digests"]]
         self._sent = {}
-        self._leave_joining()  # of a publication that went no further
+        # A cancelled publication may have left groups that are joining.
+        self._leave_joining()
         for engine in self._groups.keys() - order["known"]:
             self._drop(engine)
         return {one.engine: self._open(one) for one in self._orders}
 
     def _open(self, order: Order) -> dict[str, Any] | str | None:
-        """Open a group, unless the last one is whole."""
+        """Open a group, unless the last one is still open."""
         group = self._groups.get(order.engine)
         if group is not None and group.is_open and group.address.name == order.group:
             return None
         self._drop(order.engine)
         if order.rank:
-            return "it has no group"  # until `enter`
+            # A helper joins its group in `enter`.
+            return "it has no group"
         try:
             address, store = open_rendezvous(
-                order.url, order.others, order.backend, AHEAD * self._timeout_s
+                order.url, order.others, order.backend, BROADCAST_LIMIT_FACTOR * self._timeout_s
             )
         except (OSError, dist.DistError) as error:  # recovery: without this engine, by the caller
             return str(error)
@@ -91,14 +92,14 @@ class GroupSender(BucketSender):
         return asdict(address)
 
     def _join(self, order: Order, address: GroupAddress, store: dist.Store | None) -> None:
-        """Wait in a thread for the others of a group."""
+        """Join a group in a thread, which waits for the other ranks."""
         self._joining[order.engine] = start_thread(
             lambda: WeightGroup(address, order.rank, device=self._device, store=store),
             self._device,
         )
 
     def enter(self, answers: Mapping[int, Any]) -> None:
-        """Meet the ranks that this one helps."""
+        """Join the groups of the ranks that this one helps."""
         for order in self._orders:
             address = read_address(answers, order.trainer[0], order.engine)
             if order.rank and isinstance(address, GroupAddress):
@@ -108,7 +109,7 @@ class GroupSender(BucketSender):
     def send(self, bucket: Bucket, flat: Tensor, stopped: Callable[[], Any]) -> None:
         """Send the bucket to the engines that this rank serves, or pass it on.
 
-        An engine that fails is left out from there on; the engines' side hears of it from itself.
+        A failing engine gets no further buckets; the engines' side sees the failure by itself.
         """
         before = stopped()
         orders = [order for order in self._orders if order.is_sent(bucket, before)]
@@ -116,7 +117,8 @@ class GroupSender(BucketSender):
             return
         self._end_joining()
         if orders and all(order.backend == "gloo" for order in orders):
-            flat = flat.cpu()  # copied once for all
+            # Copy to the host once for all groups.
+            flat = flat.cpu()
         began = time.monotonic()
         sending = {order.engine: self._start(order, bucket, flat) for order in orders}
         if before is None:
@@ -126,11 +128,13 @@ class GroupSender(BucketSender):
         while waiting := [one for one in orders if not sending[one.engine].done()]:
             wait([sending[one.engine] for one in waiting], timeout=STOPPED_POLL_S)
             last = stopped()
-            # one more that hangs: the ranks that serve nobody wait for us in their own broadcast
+            # Another engine hangs after a failure. Drop it, because the ranks without engines wait
+            # for this rank in the trainer's next broadcast.
             hangs = last is not None and time.monotonic() - began > self._timeout_s
             for order in waiting:
                 if hangs or not order.is_sent(bucket, last):
-                    self._drop(order.engine)  # what is half sent ends with its group
+                    # Closing the group ends its unfinished broadcast.
+                    self._drop(order.engine)
                     orders.remove(order)
         for order in orders:
             if (error := sending[order.engine].exception()) is not None:
@@ -139,7 +143,8 @@ class GroupSender(BucketSender):
     def _start(self, order: Order, bucket: Bucket, flat: Tensor) -> Future[None]:
         """Start to send a bucket to an engine, or to pass it on."""
         group = self._groups.get(order.engine)
-        if group is not None:  # else it failed at an earlier bucket
+        # An engine that failed at an earlier bucket has no group.
+        if group is not None:
             self._sent[order.engine] = bucket.index
             try:
                 if order.rank:
@@ -152,11 +157,11 @@ class GroupSender(BucketSender):
         return nothing
 
     def finish(self) -> dict[str, str]:
-        """Return the digests of what was sent, by their orders."""
+        """Return the digests of the sent bytes, by their orders."""
         return {digest.order: digest.read() for digest in self._digests}
 
     def _end_joining(self) -> None:
-        """Take the groups that have come together: the engines have said so."""
+        """Wait for the groups that are joining; their engines have joined already."""
         for engine, joining in self._joining.items():
             try:
                 self._groups[engine] = joining.result(min(self._timeout_s, GROUP_JOIN_S))
@@ -171,7 +176,7 @@ class GroupSender(BucketSender):
         self._joining = {}
 
     def _fail(self, engine: str, why: str) -> None:
-        """Recovery: the engine fails too, and the publication goes on without it."""
+        """Recovery: the engine's own call fails too, and the publication continues without it."""
         logger.warning("engine %s is not served any more: %s", engine, why)
         self._drop(engine)
 
@@ -182,8 +187,8 @@ class GroupSender(BucketSender):
     def end(self, *, done: bool, stopped: Mapping[str, int] | None) -> None:
         """Keep the groups whose engines received all that was sent.
 
-        NCCL takes a small broadcast that nobody receives: the next one would be off by one. The
-        ranks of a group that has helpers may not know the same, and leave it.
+        NCCL completes a small broadcast that the other side did not receive, so the next one would
+        be off by one. A group with helpers is closed, because its ranks may disagree.
         """
         if done:
             return

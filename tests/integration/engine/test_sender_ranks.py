@@ -322,7 +322,7 @@ def test_a_rank_that_reaches_no_engine_says_so(
     monkeypatch.setattr(trainer.senders[1], "_open", open_there)
     assert trainer.attempt(1) == AGAIN
     assert trainer.participants.dropped == {
-        "engine-1": "engine engine-1 cannot be met by rank 1: no route to host"
+        "engine-1": "rank 1 cannot open a group with engine engine-1: no route to host"
     }
     assert trainer.attempt(1) == DONE
     assert trainer.do(trainer.engines[0].health())["version"] == 2

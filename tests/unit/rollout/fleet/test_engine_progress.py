@@ -72,7 +72,7 @@ def test_an_engine_that_stands_still_with_requests_is_restarted(on_site, request
         await asyncio.gather(*calls)
         assert [len(engine.calls) for engine in (a, b)] == [1, 2]
         assert site.fleet.members[0].health.why == (
-            "engine a has 1 requests, and made no token for 0.3 s"
+            "engine a has 1 requests and made no token for 0.3 s"
             " (rollout.engine.progress_timeout_s)"
         )
         assert site.states() == "dead serving"

@@ -35,7 +35,7 @@ def test_every_state_with_every_event(state: State, event: Event) -> None:
     assert health.accepts(event) == (after is not None)
     if after is None:
         with pytest.raises(
-            ValueError, match=rf"an engine that is {state} cannot meet {event.name}; it can meet "
+            ValueError, match=rf"an engine that is {state} does not accept {event.name}, only "
         ):
             health.on(event)
         assert health.state is state, "a refused event changes nothing"

@@ -81,7 +81,7 @@ def test_an_engine_that_has_just_died_is_out_and_the_others_go_on() -> None:
         transport.ranks = [RankAddress("a"), RankAddress("b")]
         transport._assignment.served = {alive: Served(1)} | ({dead: Served(1)} if known else {})
         failed = asyncio.run(transport.open([dead, alive], ()))
-        why = "engine engine-0 cannot be met: engine-0 (pid 7) died: killed by SIGKILL"
+        why = "engine engine-0 cannot be reached: engine-0 (pid 7) died: killed by SIGKILL"
         assert failed == {dead: why}
         assert [one["engine"] for one in transport.orders().ranks[1]["engines"]] == ["engine-1"]
 

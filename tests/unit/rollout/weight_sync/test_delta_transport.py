@@ -27,7 +27,7 @@ from rlcore.errors import RunFailed
 from rollout.weight_sync import delta
 from rollout.weight_sync.delta_files import CHANGES, Manifest
 from rollout.weight_sync.folders import WeightFolders, published
-from rollout.weight_sync.follower import NOTES, Follower, keep_following, make_home
+from rollout.weight_sync.follower import REPORTS, Follower, keep_following, make_home
 from tests.limits import no_large_files
 
 
@@ -175,9 +175,9 @@ def test_damage_that_a_whole_publication_mends(
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        ("manifest", r"manifest\.json is no manifest of a publication"),
-        ("missing", r"update_000001/manifest\.json is no manifest .* No such file"),
-        ("weights", r"does not have the checksum that was published"),
+        ("manifest", r"manifest\.json is not a manifest of a publication"),
+        ("missing", r"update_000001/manifest\.json is not a manifest .* No such file"),
+        ("weights", r"does not have the published checksum"),
         ("shard", r"name different tensors: down, embed"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_change_of_unknown_or_untold_tensors_is_refused(
     manifest = json.loads(path.read_text())
     del manifest["changes"]["norm"]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(RunFailed, match="leaves norm as it was, but that is not what is here"):
+    with pytest.raises(RunFailed, match="does not change norm, but its checksum differs here"):
         Follower(folders.root, tmp_path / "local").follow(2)
     manifest["changes"]["bias"] = manifest["changes"]["embed"]
     path.write_text(json.dumps(manifest))
@@ -243,10 +243,10 @@ def test_engines_elsewhere_read_the_folder_of_their_own_follower(folders: Weight
         changed = nudge(weights, ["embed"])
         await publish(transport, [engine], changed)
         assert same(engine.weights, changed)
-        assert len(list((folders.root / NOTES).iterdir())) == 1
+        assert len(list((folders.root / REPORTS).iterdir())) == 1
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        assert list((folders.root / NOTES).iterdir()) == []
+        assert list((folders.root / REPORTS).iterdir()) == []
 
     asyncio.run(run())
 
@@ -350,7 +350,7 @@ def test_followers_of_one_host_name_write_notes_of_their_own(folders: WeightFold
         transport = by_delta(folders, 20)
         engines = [Reader(managed=False, url=f"http://10.0.0.{i}:1") for i in range(2)]
         assert await publish(transport, engines, make_weights()) == {}
-        assert len(list((folders.root / NOTES).iterdir())) == 2
+        assert len(list((folders.root / REPORTS).iterdir())) == 2
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)

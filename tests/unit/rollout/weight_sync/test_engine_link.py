@@ -17,7 +17,7 @@ def test_an_engine_whose_rank_does_not_reach_it_is_out() -> None:
     engine = Engine()
     link = EngineLink(engine, "gloo", Served(3), 60.0)
     why = asyncio.run(link.join({3: {"engine-0": "no route to host"}}))
-    assert why == "engine engine-0 cannot be met by rank 3: no route to host"
+    assert why == "rank 3 cannot open a group with engine engine-0: no route to host"
     assert engine.joined == []
 
 
