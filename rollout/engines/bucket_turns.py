@@ -1,9 +1,10 @@
-"""Turns for calls of buckets, which may come before the last one was answered, in any order.
+"""Turns for concurrent calls of buckets, which may arrive in any order.
 
-The trainer posts the call of the next bucket while an engine takes the last one. Two calls have two
-connections, so the later one may come first. A process group has one order of its broadcasts.
+The trainer sends the call for the next bucket while an engine takes the current one. The calls use
+separate connections, so the later one may arrive first. A process group has one order of its
+broadcasts.
 
-Imports nothing of ours: SGLang's environment, which does not have rlcore, loads it by its path.
+This file imports nothing from rlcore: SGLang's environment, which lacks rlcore, loads it by path.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-LIMIT_S = 3600.0  # for the call of an earlier bucket to come and end; the trainer gives up sooner
+LIMIT_S = 3600.0  # of the wait for an earlier bucket; the trainer gives up sooner
 
 
 class OutOfTurn(Exception):
-    """The turn of a bucket will not come, and why."""
+    """The turn of a bucket will never come."""
 
 
 class Update:
-    """The buckets of one update: the turn of `next` has come, and bucket `failed` was not taken."""
+    """The state of one update: it is the turn of bucket `next`; bucket `failed` was not taken."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -29,7 +30,7 @@ class Update:
 
 
 class BucketTurns:
-    """Has the calls of an update run one after the other, in the order of their buckets.
+    """Runs the calls of an update one at a time, in the order of their buckets.
 
     Args:
         limit_s: how long a call waits for its turn.
@@ -42,17 +43,17 @@ class BucketTurns:
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
-        """Begin an update. Calls of the last one that wait are refused."""
+        """Begin an update. Waiting calls of the last update are refused."""
         self._update.is_over = True
         self._update = Update()
         self._wake()
 
     @asynccontextmanager
     async def take(self, index: int) -> AsyncIterator[Update]:
-        """Wait for the turn of bucket `index`, and have it for the body.
+        """Wait for the turn of bucket `index`, and hold it for the body.
 
-        The turns after it are refused if the body raises, or sets `failed` of what it is given. A
-        bucket may have a second turn.
+        Later turns are refused if the body raises, or sets `failed` of the yielded update. A bucket
+        may have a second turn.
 
         Raises OutOfTurn.
         """
@@ -62,7 +63,7 @@ class BucketTurns:
         except TimeoutError:
             raise OutOfTurn(
                 f"bucket {index} waited {self._limit_s:g} s for bucket {update.next}, which did not"
-                " come"
+                " arrive"
             ) from None
         async with self._running:
             self._check(update, index)
@@ -85,12 +86,12 @@ class BucketTurns:
     @staticmethod
     def _check(update: Update, index: int) -> None:
         if update.is_over:
-            raise OutOfTurn(f"bucket {index} is of an update that was given up")
+            raise OutOfTurn(f"bucket {index} belongs to a cancelled update")
         if update.failed is not None:
             raise OutOfTurn(f"bucket {index} cannot be taken: bucket {update.failed} was not")
 
     def _wake(self) -> None:
-        """Wake all calls that wait, each of which looks whether its turn has come."""
+        """Wake all waiting calls, each of which checks whether it is its turn."""
         changed = self._changed
         self._changed = asyncio.Event()
         changed.set()

@@ -1,4 +1,4 @@
-"""Checks that engines of all kinds share: of requests, of answers, and of model and tokenizer."""
+"""Checks of requests, answers, models and tokenizers that engines of all kinds share."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlcore.hf_config.read import read_config, text_model_size
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# the name of a module in transformers
+# The name of an experts module in transformers.
 EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")
 
 
 def model_config(folder: str) -> PretrainedConfig:
-    """Read config.json as transformers does, without code that the folder may bring.
+    """Read config.json as transformers does, without running code from the folder.
 
-    Raises ModelError where transformers cannot.
+    Raises ModelError if transformers cannot read it.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -44,7 +44,7 @@ def model_config(folder: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"model: {Path(folder) / 'config.json'} is of no model that transformers has itself"
+            f"model: {Path(folder) / 'config.json'} is not of a model that transformers has itself"
             f" ({reason}); code that comes with a model is never run"
         ) from error
 
@@ -61,7 +61,7 @@ def folder_vocab_size(folder: str) -> int:
 class ExpertLayers:
     """The layout of a model that has experts in some of its layers."""
 
-    num_layers: int  # all of them: SGLang reports a row for each
+    num_layers: int  # all layers: SGLang reports a row for each
     places: tuple[int, ...]  # indices of the layers that have experts
     num_experts: int
     topk: int  # experts that a token passes through
@@ -101,7 +101,7 @@ class ExpertLayers:
             int16 [tokens, layers with experts, topk].
 
         Raises:
-            ValueError: `text` is no such record.
+            ValueError: `text` is not such a record.
         """
         flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
         if flat.size != tokens * self.num_layers * self.topk:
@@ -141,7 +141,7 @@ def check_request(
 
     Args:
         total_tokens: the most tokens of prompt and response together.
-        limit: what sets `total_tokens`, for the message.
+        limit: the source of `total_tokens`, for the message.
     """
     what = f"draw {request.draw}"
     sampling = request.sampling
@@ -176,9 +176,9 @@ def check_request(
 def check_completion(
     found: Completion, request: GenerateRequest, place: int, *, vocab_size: int
 ) -> None:
-    """Raise ValueError for what no engine can have made of response number `place` of a request.
+    """Raise ValueError if `found` cannot be response number `place` of a request.
 
-    It costs little: it looks at every answer of every engine, whoever wrote the engine.
+    The check is cheap, since it runs on every answer of every engine.
     """
     tokens = found.tokens
     made = len(tokens)
@@ -235,10 +235,10 @@ def _check_masks(masks: SamplingMasks, tokens: NDArray[np.int32], vocab_size: in
 def check_records(
     found: Completion, request: GenerateRequest, place: int, experts: ExpertLayers | None
 ) -> None:
-    """Raise ValueError where the records that were asked for are missing, or cannot be.
+    """Raise ValueError if requested records are missing or invalid.
 
     Args:
-        experts: of the model, where it has any and records of them are asked for.
+        experts: the model's experts, if it has any and records of them are requested.
     """
     if found.sampling_mask is None and request.sampling.sampling_mask:
         raise ValueError("no keep-sets, which were asked for")
@@ -270,13 +270,13 @@ def check_records(
 def check_versions(
     name: str, answers: Sequence[Sequence[Completion]], oldest: int | None, newest: int | None
 ) -> None:
-    """Refuse tokens of weights that engine `name` cannot have had.
+    """Refuse tokens of versions that engine `name` was not given.
 
     Args:
         oldest, newest: the versions in force when the requests came and when they were answered.
 
     Raises:
-        EngineFailed: another trainer publishes to it, say.
+        EngineFailed: for example if another trainer publishes to the engine.
     """
     if oldest is None or newest is None:
         return

@@ -19,15 +19,15 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import REAP_S, TERMINATE_S
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
-# characters of a log line that are shown: SGLang prints its whole configuration as one line
+# Shown characters of a log line: SGLang prints its whole configuration as one line.
 LINE_LENGTH = 500
-END_BYTES = 1 << 20  # of the end of a log that are read for that
-POLL_S = 0.02  # between two looks at the processes that are left
+END_BYTES = 1 << 20  # bytes read from the end of a log
+POLL_S = 0.02  # interval of checks for remaining processes
 
 
 class Server(Protocol):
-    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
-    somebody else.
+    """A server process of an engine, started by us on this machine, by a launcher on another one,
+    or by the user.
     """
 
     @property
@@ -35,21 +35,23 @@ class Server(Protocol):
 
     @property
     def managed(self) -> bool:
-        """Whether `start` and `kill` start and end it; else they connect and leave."""
+        """Whether `start` and `kill` start and end the process; otherwise they only connect and
+        disconnect.
+        """
 
     @property
     def pid(self) -> int | None: ...
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The names of its GPUs, one a tensor-parallel rank; () where we do not know them."""
+        """The names of its GPUs, one for each tensor-parallel rank; () if unknown."""
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done once the process has ended; None before the first start, and where nobody tells."""
+        """Done once the process has ended; None before the first start, or if it is not watched."""
 
     async def start(self) -> str:
-        """Return its URL. May be called again after `kill`."""
+        """Start the server and return its URL. May be called again after `kill`."""
 
     def describe_end(self) -> str:
         """How the process ended, and the last lines of its log."""
@@ -62,22 +64,24 @@ class Server(Protocol):
 
 
 class ChildServer:
-    """A `Server` whose process is our child, in a process group of its own.
+    """A `Server` whose process is our child, in its own process group.
 
-    Its output and errors go to `log`. A subclass has `start`, which calls `launch`.
-    Whatever ends the process, the rest of its group ends with it.
+    Its output and errors go to `log`. A subclass has `start`, which calls `launch`. The whole group
+    ends with the process.
     """
 
     managed = True
     gpus: tuple[str, ...] = ()
-    stop_signal = signal.SIGTERM  # asks it to end
-    log_lines = 15  # the last ones of the log, shown when it fails
+    # Asks the process to end.
+    stop_signal = signal.SIGTERM
+    # Last lines of the log shown after a failure.
+    log_lines = 15
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
         self.process: asyncio.subprocess.Process | None = None
-        # done, with the exit code, once the process has ended
+        # Done, with the exit code, once the process has ended.
         self.ended: asyncio.Task[int] | None = None
 
     async def launch(
@@ -90,18 +94,18 @@ class ChildServer:
     ) -> int:
         """Run `command` with `config(ready_fd)` on its input; return the port that it reports.
 
-        It reports {"port": ...} on `ready_fd`. Call it from a thread that lives as long as the
-        process shall: Linux ends the process with the *thread* that made it. It may be called again
+        The process reports {"port": ...} on `ready_fd`. Call this from a thread that lives as long
+        as the process: Linux ends the process with the *thread* that made it. May be called again
         after the process has ended.
 
         Args:
-            environment: its variables.
+            environment: the process's variables.
 
         Raises:
-            UserError: it reported {"error": ...} instead: its configuration is wrong.
-            RunFailed: it cannot be run, or ended before it was ready; then the message holds the
-                last lines of its log.
-            DeadlineExceeded: it was not ready within `timeout_s` and was killed.
+            UserError: the process reported {"error": ...}: its configuration is wrong.
+            RunFailed: the process cannot be run, or ended before it was ready; then the message has
+                the last lines of its log.
+            DeadlineExceeded: the process was not ready within `timeout_s` and was killed.
         """
         read_fd, write_fd = os.pipe()
         reader = os.fdopen(read_fd, "rb")
@@ -115,7 +119,8 @@ class ChildServer:
                     stderr=log,
                     pass_fds=(write_fd,),
                     env=environment,
-                    start_new_session=True,  # Ctrl-C is for us to pass on
+                    # Keeps the terminal's Ctrl-C from the process; we stop it ourselves.
+                    start_new_session=True,
                 )
         except BaseException as error:
             reader.close()
@@ -143,7 +148,8 @@ class ChildServer:
         try:
             self.process.stdin.write(config)
             self.process.stdin.close()
-            line = asyncio.ensure_future(stream.readline())  # b"" when the process ends
+            # The line is b"" if the process ends.
+            line = asyncio.ensure_future(stream.readline())
             done, _ = await asyncio.wait(
                 {line, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
@@ -167,7 +173,7 @@ class ChildServer:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process; None before the first start."""
+        """The process id; None before the first start."""
         return None if self.process is None else self.process.pid
 
     def describe_end(self) -> str:
@@ -192,14 +198,14 @@ class ChildServer:
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
 
     async def stop(self) -> None:
-        """Ask the process to end, then end it; nothing of its group is left."""
+        """Ask the process to end, then kill its whole group."""
         if self.process is not None and self.ended is not None and not self.ended.done():
             self.process.send_signal(self.stop_signal)
             await asyncio.wait({self.ended}, timeout=TERMINATE_S)
         await self.kill()
 
     async def kill(self) -> None:
-        """End the whole group at once, stopped processes too. Returns when none of them runs."""
+        """Kill the whole group, including stopped processes. Returns when none of them runs."""
         if self.process is None or self.ended is None:
             return
         if not self.ended.done():
@@ -211,7 +217,7 @@ class ChildServer:
 
 
 def _end_of(log: Path) -> str:
-    """The last lines of a log. Only its end is read: it may be a log of days."""
+    """The last lines of a log. Reads only the end, since a log may be long."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))
@@ -221,12 +227,14 @@ def _end_of(log: Path) -> str:
 
 async def _until_ended(process: asyncio.subprocess.Process) -> int:
     code = await process.wait()
-    _kill_group(process.pid)  # at once, before another process can have its number
+    # Kill the group before another process can get the same id.
+    _kill_group(process.pid)
     return code
 
 
 def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: only zombies)
+    # The group is empty, or on macOS has only zombies.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
@@ -250,8 +258,8 @@ RANK = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-# Set by us, by torchrun or by the user for the trainer's kernels, allocator and collectives. An
-# engine has its own: torch_memory_saver, say, does not start with expandable segments.
+# Set by us, by torchrun or by the user for the trainer's kernels, allocator and collectives. They
+# may break an engine: torch_memory_saver, for example, does not start with expandable segments.
 TRAINERS_OWN = {
     "NCCL_ALGO",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -260,19 +268,19 @@ TRAINERS_OWN = {
     "PYTORCH_ALLOC_CONF",
 }
 TRAINERS_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NVTE_")
-# On a CPU engines and trainer share the cores, and so what limits their threads.
+# On a CPU engines and trainer share the cores, and so the limits of threads.
 THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 
 
 def engine_environment(
     config: EngineConfig, *, on_gpu: bool, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Make the variables of an engine's process: by list, without those that are for the trainer.
+    """Make the variables of an engine's process, from a list and without the trainer's own.
 
-    `rollout.engine.environment` is stronger than everything else.
+    `rollout.engine.environment` overrides everything else.
 
     Args:
-        gpus: the names of its GPUs; if empty, it sees those that we see.
+        gpus: the names of its GPUs; if empty, the process sees the same GPUs as we do.
     """
     dropped = RANK | TRAINERS_OWN | (THREADS if on_gpu else set())
     variables = {

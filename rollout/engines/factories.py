@@ -3,8 +3,8 @@
 The table of kinds is `KINDS` in `rlcore/config/engine_registry.py`, since a configuration is
 checked without importing an engine. To add a kind to this repository:
 
-1. a folder beside this file, with a `rlcore.interfaces.RolloutEngine` and its `HostedFactory`;
-2. a row of `KINDS`: its facts (`EngineKind`), which code asks for instead of its name, and the
+1. a folder next to this file, with a `rlcore.interfaces.RolloutEngine` and its `HostedFactory`;
+2. a row of `KINDS`: its facts (`EngineKind`), which code reads instead of comparing names, and the
    import path of its factory;
 3. a test that `rollout.engines.testing.check_engine` accepts its engines.
 
@@ -31,14 +31,14 @@ from rollout.plugins import load_object
 KEY = "rollout.engine.kind"
 API_KEY = "RLCORE_ENGINE_API_KEY"
 ADMIN_KEY = "RLCORE_ENGINE_ADMIN_KEY"
-LEAST_KEY = 16  # characters
+MIN_KEY_LENGTH = 16  # characters
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of servers, which stand in no configuration, log or command line.
+    """The keys of servers, which never appear in a configuration, log or command line.
 
-    `api` opens `/generate` and the routes that read; `admin` opens the routes that control.
+    `api` opens `/generate` and the reading routes; `admin` opens the routes that control a server.
     """
 
     api: str = field(repr=False)
@@ -46,7 +46,7 @@ class Keys:
 
     @classmethod
     def new(cls) -> Keys:
-        """Make keys that nobody else has."""
+        """Make new random keys."""
         return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
     @classmethod
@@ -56,14 +56,14 @@ class Keys:
         A key that is not set is generated.
 
         Raises:
-            UserError: one is short enough to be guessed, or both are the same.
+            UserError: a key is short enough to be guessed, or both are the same.
         """
         found = {name: os.environ.get(name) or "" for name in (API_KEY, ADMIN_KEY)}
         for name, key in found.items():
-            if 0 < len(key) < LEAST_KEY:
+            if 0 < len(key) < MIN_KEY_LENGTH:
                 raise UserError(
-                    f"{name} has {len(key)} characters, expected at least {LEAST_KEY}: take those"
-                    " of `openssl rand -hex 32`"
+                    f"{name} has {len(key)} characters, expected at least {MIN_KEY_LENGTH}: take"
+                    " the output of `openssl rand -hex 32`"
                 )
         if found[API_KEY] and found[API_KEY] == found[ADMIN_KEY]:
             raise UserError(
@@ -75,12 +75,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """This machine, of several that hold the tensor-parallel ranks of one engine.
+    """This machine's part in an engine whose tensor-parallel ranks are on several machines.
 
     Attributes:
-        nodes: the number of machines, each with as many ranks.
+        nodes: the number of machines, each with the same number of ranks.
         rank: 0 for the machine that answers requests.
-        head: host:port of an address of that machine, where all ranks meet.
+        head: host:port on that machine, the rendezvous of all ranks.
     """
 
     nodes: int
@@ -93,11 +93,11 @@ class EngineSite:
     """Where the engines of a run are built, and for which configuration.
 
     Attributes:
-        local_ranks: the trainer processes on this machine, which have its first GPUs; 0: none.
+        local_ranks: the number of trainer processes on this machine, which use its first GPUs.
         logs: the folder for the engines' logs.
         assign_gpus: returns the names of each engine's GPUs, as CUDA_VISIBLE_DEVICES takes them;
-            no names where engines are on the CPU. Raises ConfigError where there are too few.
-        node: where an engine is on several machines.
+            no names for engines on the CPU. Raises ConfigError if there are too few GPUs.
+        node: this machine's part in an engine on several machines.
     """
 
     config: Config
@@ -111,22 +111,22 @@ class EngineFactory(Protocol):
     """Builds the engines of a run."""
 
     def build(self, site: EngineSite) -> Sequence[RolloutEngine]:
-        """Return the engines of the run, built and not started; a class method, as a rule.
+        """Return the engines of the run, built and not started; usually a class method.
 
-        Raises ConfigError for what the configuration asks of them in vain.
+        Raises ConfigError for options that these engines do not support.
         """
 
 
 class HostedFactory(EngineFactory, Protocol):
-    """Builds engines whose server processes a launcher starts on other machines, too.
+    """Builds engines whose server processes a launcher can also start on other machines.
 
-    That of a kind which may be given by URL has `build_external(config, name, url)` as well.
+    A kind that can be given by URL also has `build_external(config, name, url)`.
     """
 
     def build_server(
         self, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> Server:
-        """Return the server of engine `index`, not started; without `gpus` it sees all of them."""
+        """Return the server of engine `index`, not started; without `gpus` it sees all GPUs."""
 
     def build_clients(
         self, config: Config, servers: Sequence[Server], *, keys: Keys
@@ -135,16 +135,16 @@ class HostedFactory(EngineFactory, Protocol):
 
 
 def kind_of(name: str) -> EngineKind:
-    """The facts about a kind of engine. Raises ConfigError where there is none of that name."""
+    """The facts about a kind of engine. Raises ConfigError for an unknown name."""
     if name in KINDS:
         return KINDS[name]
     return cast(EngineKind, load_object(name, {}, key=KEY).kind)
 
 
 def factory_of(name: str) -> Any:
-    """The `EngineFactory` of a kind of engine; of this repository's kinds a `HostedFactory`.
+    """The `EngineFactory` of a kind of engine, a `HostedFactory` for this repository's kinds.
 
-    Raises ConfigError where there is none of that name.
+    Raises ConfigError for an unknown name.
     """
     return load_object(KINDS[name].factory if name in KINDS else name, {}, key=KEY)
 
@@ -155,5 +155,5 @@ def engine_name(index: int) -> str:
 
 
 def engine_log(logs: Path, index: int) -> Path:
-    """The file for what an engine that we start prints."""
+    """The log file of an engine that we start."""
     return logs / f"engine_{index}.log"

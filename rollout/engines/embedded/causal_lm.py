@@ -187,7 +187,8 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module = module.to_empty(device=device).eval().requires_grad_(False)
-    module.tie_weights()  # to_empty gave each place a storage of its own
+    # `to_empty` has given tied weights separate storages.
+    module.tie_weights()
     restore_buffers(module, device)
     result: nn.Module = module
     return result

@@ -44,13 +44,14 @@ from rollout.json_client import read_answer
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 
+# Errors by their names at the server; any other becomes EngineFailed.
 ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError,
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
-}  # any other error there is EngineFailed here
-COMPLETIONS_BYTES = 1 << 30  # of a call's answer; of requests the server takes no more either
-CONTROL_BYTES = 64 << 20  # of any other answer
+}
+COMPLETIONS_BYTES = 1 << 30  # limit of an answer with completions, and of requests at the server
+CONTROL_BYTES = 64 << 20  # limit of any other answer
 # the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
 LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
 
@@ -86,9 +87,11 @@ class RemoteEngine:
         self._experts = experts
         self._server = server
         self._session: aiohttp.ClientSession | None = None
-        self._generating = 0  # calls in flight
-        self._version: int | None = None  # of the weights that it was given last
-        self.url = ""  # of the process, once it was started
+        # Calls of `generate` in flight.
+        self._generating = 0
+        self._version: int | None = None  # of the newest weights
+        # The address of the process, once it was started.
+        self.url = ""
         # the process group for weights that the server is in
         self.in_group: str | None = None
 
@@ -234,7 +237,8 @@ class RemoteEngine:
         key = LIMITS.get(verb, "update_timeout_s")
         timeout_s: float | None = getattr(self.config, key)
         if verb == "generate" or (verb == "pause" and self._generating):
-            timeout_s = None  # as long as the requests take: the caller limits that
+            # The call takes as long as its requests, whose time the caller limits.
+            timeout_s = None
         if verb == "receive_bucket":
             timeout_s = CALLS_AT_ONCE * self.config.update_timeout_s
         request = asyncio.ensure_future(self._post(session, verb, body or {}))
@@ -267,7 +271,8 @@ class RemoteEngine:
             if not request.done():
                 request.cancel()
             elif not request.cancelled():
-                request.exception()  # retrieved; a death is reported instead
+                # Retrieve the error; the end of the process is reported instead.
+                request.exception()
 
     def _death(self, verb: str) -> EngineFailed:
         return EngineFailed(
@@ -276,7 +281,8 @@ class RemoteEngine:
         )
 
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
-        unlimited = aiohttp.ClientTimeout(total=None)  # `_call` keeps the deadline
+        # `_call` has the deadline.
+        unlimited = aiohttp.ClientTimeout(total=None)
         async with session.post(
             f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
         ) as response:

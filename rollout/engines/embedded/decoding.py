@@ -59,7 +59,8 @@ class Decoding:
         self.model = model
         self.requests = requests
         self.slots = slots
-        own = [requests[slot.request] for slot in slots]  # the request of each row
+        # The request of each row.
+        own = [requests[slot.request] for slot in slots]
         sampling = [request.sampling for request in own]
         device = model.device
         rows = len(slots)
@@ -99,7 +100,8 @@ class Decoding:
         # int64 [A]: which rows those are; None while it is all of them
         self.active: Tensor | None = None
         self.num_alive = rows
-        self.made = 0  # tokens made so far by each row that is alive
+        # Tokens made so far by each live row.
+        self.made = 0
         self.starts: list[tuple[int, int]] = []  # (version, first token made by it)
         self.aborted = False
         self._cache: KVCache | None = None
@@ -216,7 +218,8 @@ class Decoding:
     def _prefill(self) -> Tensor:
         """Compute keys and values of all tokens so far; return the next tokens' logits [A, V]."""
         rows = self._row_numbers()
-        if self.made == 0:  # every text once; samples of one request are next to each other
+        # Prefill each text once; samples of one request are adjacent.
+        if self.made == 0:
             own = [self.texts[row] for row in rows]
             distinct = {id(text): text for text in own}
             place = {key: i for i, key in enumerate(distinct)}

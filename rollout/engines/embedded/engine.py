@@ -35,13 +35,13 @@ from rollout.engines.embedded.model_weights import ModelWeights
 
 
 class PauseGate:
-    """The point between two tokens where the decoding thread meets pause, resume and abort.
+    """The point between two tokens where pause, resume and abort reach the decoding thread.
 
     Calls carry tickets in the order in which they were accepted. A pause holds the calls that it
     does not let finish; an abort ends every call accepted so far. The control side runs in other
     threads.
 
-    Nothing here has a deadline: callers have, and end a wait by `abandon` or `close`.
+    The gate has no deadlines: callers have their own, and end a wait by `abandon` or `close`.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,9 +51,10 @@ class PauseGate:
         self._changed = threading.Condition()
         self._next_ticket = 0
         self._open_tickets: set[int] = set()
-        # the ticket of the call that is held in `pass_through`
+        # The ticket of the call that is held in `pass_through`.
         self._held_ticket: int | None = None
-        self._held_from = 0  # while paused, tickets from this on are held
+        # The first ticket that a pause holds.
+        self._held_from = 0
         self._aborted_before = 0
         self._abandoned: set[int] = set()
 
@@ -75,7 +76,7 @@ class PauseGate:
             self._changed.notify_all()
 
     def aborted(self, ticket: int) -> bool:
-        """Whether a call shall end at its next token."""
+        """Whether a call has to end at its next token."""
         return ticket < self._aborted_before or ticket in self._abandoned
 
     def abandon(self, ticket: int) -> None:
@@ -88,9 +89,10 @@ class PauseGate:
     def pass_through(self, ticket: int, on_retract: Callable[[], None]) -> None:
         """Wait, between two tokens, while the engine is paused.
 
-        Raises RunFailed when the engine was closed meanwhile.
+        Raises RunFailed if the engine is closed during the wait.
         """
-        if self.mode is None and not self.closed:  # the common case takes no lock
+        # The common case takes no lock.
+        if self.mode is None and not self.closed:
             return
         with self._changed:
             while self._holds(ticket):
@@ -120,7 +122,7 @@ class PauseGate:
     # --- control ----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Return once no token is being made. A second pause goes on holding held calls.
+        """Return once no token is being made. A second pause keeps holding the held calls.
 
         Raises RunFailed when the engine was closed meanwhile.
         """
@@ -147,7 +149,7 @@ class PauseGate:
         return not self._open_tickets or self._held_ticket is not None
 
     def resume(self) -> None:
-        """Let the calls go on."""
+        """Let the held calls continue."""
         with self._changed:
             self.mode = None
             self._changed.notify_all()
@@ -210,7 +212,8 @@ class EmbeddedEngine:
     def _open(self) -> None:
         self._gate = PauseGate(self.name)
         self._calls: dict[int, set[str]] = {}  # by ticket: the ids of its requests
-        self._steps = 0  # in which every response of a batch got a token
+        # Decoding steps so far; each gives every response of a batch a token.
+        self._steps = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     async def start(self) -> None:
@@ -258,11 +261,13 @@ class EmbeddedEngine:
         model = self._started()[0]
         for request in requests:
             check_request(request, model)
-        gate = self._gate  # a restart makes a new one
+        # A restart makes a new gate.
+        gate = self._gate
         ticket = gate.enter()
         try:
             future = self._worker.submit(self._generate, gate, ticket, list(requests))
-        except RuntimeError:  # the worker takes nothing after close
+        except RuntimeError:
+            # The worker takes no work after `close`.
             gate.leave(ticket)
             raise RunFailed(f"{self.name}: the engine is closed") from None
         calls = self._calls
@@ -321,7 +326,7 @@ class EmbeddedEngine:
 
         `drain` lets the calls that were accepted finish, `abort` ends them; `retract` and
         `in_place` hold them between two tokens, and after `resume` the first computes keys and
-        values again, the second goes on with the old ones. Calls made during the pause wait.
+        values again, the second keeps the old ones. Calls made during the pause wait.
         """
         await asyncio.to_thread(self._gate.pause, mode)
 

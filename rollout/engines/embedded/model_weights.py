@@ -61,8 +61,8 @@ class ModelWeights(WeightState):
                 dtype=torch.uint8,
                 device=self.tensors[bucket.tensors[0].name].device,
             )
-            for name, place in bucket.views(flat):
-                self.tensors[name].data = place.copy_(self.tensors[name].data)
+            for name, view in bucket.views(flat):
+                self.tensors[name].data = view.copy_(self.tensors[name].data)
             self._landings[index] = flat
         return self._landings.get(index)
 
@@ -139,11 +139,13 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         experts, _, kind = published.rpartition(".")
-        if kind == "gate_up_proj" and parameter.dim() == 3:  # [experts, 2 * width, hidden]
+        # The parameter is [experts, 2 * width, hidden].
+        if kind == "gate_up_proj" and parameter.dim() == 3:
             for expert, stacked in enumerate(parameter.data):
                 for part, view in zip((gate, up), stacked.chunk(2)):
                     yield f"{experts}.{expert}.{part}.weight", view
-        elif kind == "down_proj" and parameter.dim() == 3:  # [experts, hidden, width]
+        elif kind == "down_proj" and parameter.dim() == 3:
+            # The parameter is [experts, hidden, width].
             for expert, view in enumerate(parameter.data):
                 yield f"{experts}.{expert}.{down}.weight", view
         else:

@@ -143,7 +143,8 @@ def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Draw
         probs = probs * kept
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)  # only NaN gets there
+    # Only NaN gives an index past the end.
+    tokens.clamp_(max=logits.shape[-1] - 1)
     if table.greedy is not None:
         tokens = torch.where(table.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     chosen = logprobs.gather(-1, tokens)[:, 0]
@@ -174,7 +175,8 @@ class SamplingMaskRecorder:
         """
         if kept is None:
             kept = alive.new_ones(len(alive), 1)
-        masked = alive & ~kept.all(-1)  # the whole vocabulary is not written out
+        # A mask of the whole vocabulary is not recorded.
+        masked = alive & ~kept.all(-1)
         places = masked.nonzero()[:, 0]
         some = kept[places]
         rows = places if active is None else active[places]

@@ -160,7 +160,7 @@ class EngineServer:
         )
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
-        """Answer when the bucket was received, in the model's memory or beside it.
+        """Answer when the bucket was received, into the model's memory or a buffer.
 
         It is copied into the model, and its digest computed, while the next one comes; that call
         reports a failure of it. Calls may come before the last one was answered.
@@ -209,7 +209,7 @@ class EngineServer:
 
     async def _release_memory(self, body: dict[str, Any]) -> None:
         if self._receiving is not None and self._group is not None and not self._receiving.done():
-            # The receive of an update that was given up would go on writing into freed memory.
+            # The receive of a cancelled update would keep writing into freed memory.
             await asyncio.to_thread(self._group.close)
             await asyncio.wait([self._receiving])
         await self.engine.release_memory(body["tags"])

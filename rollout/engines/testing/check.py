@@ -92,7 +92,8 @@ async def _check(
                 raise session.broken(got, "no such error") from error
             kept.append(rule)
     except BaseException:
-        with suppress(Exception):  # the rule that broke is what there is to say
+        # The broken rule is reported, not an error of the clean-up.
+        with suppress(Exception):
             await made.kill()
             await session.close()
         raise

@@ -11,8 +11,8 @@ from rlcore.data.generation import Completion, PauseMode, Prefix
 from rlcore.errors import UserError
 from rollout.engines.testing.session import COMPLETIONS, Session
 
-UNDER_WAY_S = 0.05  # for a request to reach the engine
-SETTLE_S = 0.2  # for an answer or a token that should not come
+UNDER_WAY_S = 0.05  # time for a request to reach the engine
+QUIET_S = 0.2  # time in which no answer or token may come
 
 START = Rule(
     "start",
@@ -140,7 +140,7 @@ async def prefixes(session: Session) -> None:
 
 
 async def repeatable(session: Session) -> None:
-    """Make the same call twice; and samples that only their index tells apart."""
+    """Make the same call twice, and samples that differ only in their index."""
     request = session.request(9, n=4, max_new_tokens=8)
     first, second = [(await session.generate(request))[0] for _ in range(2)]
     for one, other in zip(first, second):
@@ -160,7 +160,8 @@ async def bad_request(session: Session) -> None:
     request.prompt[0] = session.vocab_size
     what = f"generate, with the prompt token {session.vocab_size},"
     await session.refused(what, session.engine.generate([request]), UserError)
-    await session.one(session.request(1))  # the engine is none the worse for it
+    # The refused request must not harm the engine.
+    await session.one(session.request(1))
 
 
 async def drain(session: Session) -> None:
@@ -168,7 +169,7 @@ async def drain(session: Session) -> None:
     made = await _paused(session, "drain")
     session.expect(made.done(), "pause returned before the request in flight was finished", "after")
     late = asyncio.ensure_future(session.one(session.request()))
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(QUIET_S)
     session.expect(not late.done(), "an answer while paused", "none before resume")
     await session.call("resume", session.engine.resume())
     await late
@@ -180,10 +181,11 @@ async def hold(session: Session) -> None:
     modes: tuple[PauseMode, ...] = ("retract", "in_place")
     for mode in modes:
         made = await _paused(session, mode)
-        held = not made.done()  # it may be finished before the pause, by chance
+        # The response may have finished before the pause.
+        held = not made.done()
         paused = await session.call("progress", session.engine.progress())
         session.expect(paused is None or not held, f"progress {paused!r}, paused", "None")
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(QUIET_S)
         got = f"a response that ended while paused ({mode})"
         session.expect(made.done() != held, got, "no token")
         await session.call("resume", session.engine.resume())
@@ -303,8 +305,9 @@ async def _paused(session: Session, mode: PauseMode) -> asyncio.Future[Completio
     made = await _under_way(session)
     await session.call(f"pause({mode!r})", session.engine.pause(mode))
     await asyncio.sleep(0)
-    if mode == "drain":  # its answer may be a few callbacks away
-        await asyncio.wait({made}, timeout=SETTLE_S)
+    # The answer may still be a few callbacks away.
+    if mode == "drain":
+        await asyncio.wait({made}, timeout=QUIET_S)
     return made
 
 

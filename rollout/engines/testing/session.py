@@ -28,7 +28,7 @@ from rollout.weight_sync.choose import choose_transport, make_sender
 from rollout.weight_sync.process_group import gpu_identity
 
 T = TypeVar("T")
-SPECS_A_BUCKET = 3  # so that every update has several buckets
+SPECS_A_BUCKET = 3  # small enough for several buckets in every update
 
 COMPLETIONS = Rule(
     "completions",
@@ -67,8 +67,10 @@ class Session:
         self.weights = dict(weights)
         self.vocab_size = vocab_size
         self.long = long
-        self.version = 0  # the newest that was published
-        self.rule = DEADLINES  # the rule that is being checked
+        # The newest published version.
+        self.version = 0
+        # The rule that is being checked.
+        self.rule = DEADLINES
         self.buckets = cut_buckets(
             (
                 TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -189,7 +191,8 @@ class Session:
             self._transport = choose_transport(self.config, [self.engine])
             self._transport.ranks = [RankAddress(socket.gethostname(), gpu_identity(device))]
             self._sender = make_sender(self._transport.name, self.config, device)
-        brought = self.buckets[:count]  # the engine is not called for more
+        # The engine is not called for further buckets.
+        brought = self.buckets[:count]
         await self._took("opening the transport", self._transport.open([self.engine], brought))
         orders = self._transport.orders()
         answers = {0: await asyncio.to_thread(self._sender.open, orders.ranks[0], brought)}

@@ -71,7 +71,7 @@ def test_a_call_of_an_update_that_was_given_up_is_refused_and_harms_nothing() ->
         async with turns.take(0):  # still receives
             turns.begin()
             first = asyncio.ensure_future(take(turns, 0, taken))
-            with pytest.raises(OutOfTurn, match=r"^bucket 1 is of an update that was given up$"):
+            with pytest.raises(OutOfTurn, match=r"^bucket 1 belongs to a cancelled update$"):
                 await late
             assert taken == []
         await first
