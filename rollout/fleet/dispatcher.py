@@ -1,12 +1,12 @@
-"""Requests to engines, each with a deadline of its own, and again where an engine fails.
+"""Sending requests to engines, with a deadline for each, and again when an engine fails.
 
 A request has one future, its caller's. When its engine fails, a later answer of that engine is
-dropped and the request goes to another one (or the same, restarted), at most
-`rollout.engine.retries` times: it is answered exactly once.
+dropped and the request goes to another engine (or the same, restarted), at most
+`rollout.engine.retries` times. Each request is therefore answered exactly once.
 
-A request whose time is up is aborted at its engine, which goes on: it may be slow, or full. The
-answer has the tokens made so far, from which the caller goes on. If none comes, the request counts
-as failed, and is sent again. Whether the engine hangs is for the fleet to see, by its progress.
+An overdue request is aborted at its engine, which stays in service: it may be slow, or full. The
+answer has the tokens made so far, and the caller continues from them. Without an answer the request
+counts as failed and is sent again. The fleet decides by its progress whether an engine hangs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Dispatcher:
 
     Args:
         vocab_size: of the policy; an answer with other tokens is the engine's failure.
-        limit_s: the longest time for a request, during which no pause held it.
+        limit_s: the time limit of a request, not counting pauses.
     """
 
     def __init__(
@@ -47,19 +47,23 @@ class Dispatcher:
         self.config = config
         self.vocab_size = vocab_size
         self.limit_s = limit_s
-        self.retried = 0  # requests that were sent again, so far
-        self.overdue = 0  # requests whose time was up, so far
+        # Requests sent again so far.
+        self.retried = 0
+        # Requests that passed their time limit so far.
+        self.overdue = 0
         self._aborts: set[asyncio.Task[None]] = set()
-        self._slots: dict[str, Lanes] = {}  # of each engine, for the timeline
-        self._calls = 0  # in progress
+        self._slots: dict[str, Lanes] = {}  # timeline tracks of each engine
+        # Calls in progress.
+        self._calls = 0
         self._busy_since = 0.0
-        self._busy_s = 0.0  # up to the last time that none was
+        # Busy seconds up to the last idle moment.
+        self._busy_s = 0.0
 
     async def one(self, request: GenerateRequest) -> list[Completion]:
-        """Send a request to the least loaded engine, or the one that had its conversation before.
+        """Send a request to an engine that batches continuously.
 
-        That of a first turn is the one that had the same prompt. For engines that batch
-        continuously.
+        Prefers the engine that has the conversation, or in a first turn the prompt; otherwise picks
+        the least loaded one.
         """
         prompt = (request.seed, request.draw)
         conversation = (*prompt, request.first_sample)
@@ -70,8 +74,8 @@ class Dispatcher:
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Send requests in calls of at most `max_batch` sequences, request i in share i mod n of n.
 
-        The calls depend on the requests alone, whichever engines are alive: so do the results of an
-        engine that decodes call by call.
+        The calls depend only on the requests, not on which engines are alive. So do the results of
+        an engine that decodes call by call.
         """
         n = len(self.fleet.members)
         results: list[list[Completion]] = [[] for _ in requests]
@@ -107,9 +111,9 @@ class Dispatcher:
         """The answer of the first engine that does not fail.
 
         Raises:
-            UserError: a request is bad; no other engine is asked.
-            EngineFailed: the last of `retries` + 1 engines failed. NoEngineLeft: there is none to
-                ask.
+            UserError: a request is invalid; no other engine is asked.
+            EngineFailed: the last of `retries` + 1 engines failed.
+            NoEngineLeft: no engine can be asked.
         """
         for attempts_left in range(self.config.retries, -1, -1):
             asked = now()
@@ -129,17 +133,18 @@ class Dispatcher:
     async def _recorded_call(
         self, lease: Lease, requests: Sequence[GenerateRequest], waited_s: float
     ) -> list[list[Completion]]:
-        """Make a call, which the timeline shows in a slot of its engine.
+        """Make a call and record it in the timeline, in a slot of its engine.
 
         Args:
-            waited_s: for an engine with room.
+            waited_s: seconds spent waiting for an engine with room.
         """
         if not RECORDER.enabled:
             return await self._call(lease, requests)
         group = f"engine {lease.member.name}"
         slots = self._slots.setdefault(group, Lanes(group, "slot"))
         slot = slots.take()
-        lease.began = lease.ended = now()  # unless it is lost before its call
+        # The times of a lease that is lost before its call begins.
+        lease.began = lease.ended = now()
         args: dict[str, Any] = {
             "groups": [group_key(request.seed, request.draw) for request in requests],
             "samples": [(request.first_sample, request.n) for request in requests],
@@ -163,10 +168,11 @@ class Dispatcher:
     async def _call(
         self, lease: Lease, requests: Sequence[GenerateRequest]
     ) -> list[list[Completion]]:
-        if lease.lost is not None:  # between the grant and here
+        # The lease may be lost between its grant and this call.
+        if lease.lost is not None:
             raise EngineFailed(lease.lost)
         engine = lease.member.engine
-        # A task and a `wait` for each request would cost as much as all the rest here.
+        # A task and a `wait` for each request would double the cost of this function.
         lease.caller = asyncio.current_task()
         lease.held_before_s = lease.member.held_s
         self._set_alarm(lease, requests, self.limit_s)
@@ -178,7 +184,8 @@ class Dispatcher:
             if not lease.cancelled or cancelled_besides(lease.caller):
                 raise
         except RlcoreError:
-            if lease.lost is None:  # else that is why
+            # A lost lease explains the error, and is raised below.
+            if lease.lost is None:
                 raise
         except Exception as error:
             raise RunFailed(
@@ -200,7 +207,7 @@ class Dispatcher:
         lease.member.answers += 1
         if [len(a) for a in answers] != [r.n for r in requests]:
             raise EngineFailed(
-                f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were"
+                f"engine {engine.name} returned {[len(a) for a in answers]} completions, expected"
                 f" {[r.n for r in requests]}"
             )
         self._check(engine.name, requests, answers)
@@ -212,15 +219,15 @@ class Dispatcher:
         requests: Sequence[GenerateRequest],
         answers: Sequence[Sequence[Completion]],
     ) -> None:
-        """Raise EngineFailed for an answer that cannot be."""
+        """Raise EngineFailed for an invalid completion."""
         for request, completions in zip(requests, answers):
-            for place, completion in enumerate(completions):
+            for index, completion in enumerate(completions):
                 try:
-                    check_completion(completion, request, place, vocab_size=self.vocab_size)
+                    check_completion(completion, request, index, vocab_size=self.vocab_size)
                 except (ValueError, TypeError, AttributeError) as error:
                     raise EngineFailed(
-                        f"engine {engine} answered request {request.rid} with what is no"
-                        f" completion: {error}"
+                        f"engine {engine} returned an invalid completion for request"
+                        f" {request.rid}: {error}"
                     ) from error
 
     def _set_alarm(self, lease: Lease, requests: Sequence[GenerateRequest], seconds: float) -> None:
@@ -228,7 +235,7 @@ class Dispatcher:
         lease.alarm = loop.call_later(seconds, self._time_is_up, lease, requests)
 
     def _time_is_up(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
-        """Abort a call, unless its time was a pause in part: then it has so much longer."""
+        """Abort an overdue call, or extend its time by the pauses that it waited for."""
         held = lease.member.held_s - lease.held_before_s
         if held > 0:
             lease.held_before_s += held
@@ -254,7 +261,7 @@ class Dispatcher:
         abort = engine.abort([request.rid for request in requests])
         try:
             await within(ABORT_S, abort, lambda: f"no answer within {ABORT_S:g} s")
-        except Exception as error:  # noqa: BLE001 - recovery: the call is given up without an answer
+        except Exception as error:  # noqa: BLE001 - recovery: the alarm cancels an unanswered call
             logger.warning("engine %s did not abort: %s", engine.name, describe(error))
 
     def _begin(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
@@ -278,21 +285,21 @@ class Dispatcher:
 
     @property
     def free_calls(self) -> int:
-        """Calls that engines which batch continuously would take at once, less waiting ones."""
+        """Calls that engines with continuous batching would take now, minus waiting calls."""
         return self.fleet.router.free(self.config.max_in_flight)
 
     @property
     def most_calls(self) -> int:
-        """Calls that those engines would take at once, if they had none."""
+        """Calls that idle engines with continuous batching would take at once."""
         return self.fleet.serving * self.config.max_in_flight
 
     @property
     def free_sequences(self) -> int:
-        """Sequences that engines which batch call by call would take at once; 0 while one works."""
+        """Sequences that engines that batch call by call would take now; 0 while any is busy."""
         return 0 if self.fleet.busy else self.fleet.serving * self.config.max_batch
 
     def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
-        """The engine that answered each draw last, where known: batches and routers do not tell."""
+        """The engine that last answered each draw; unknown for batches and behind a router."""
         if self.config.router_url is not None:
             return {}
         found = {draw: self.fleet.router.home((seed, draw)) for draw in draws}
@@ -300,9 +307,10 @@ class Dispatcher:
 
 
 def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:
-    """Take back our cancellation of the running task; whether somebody else cancelled it too."""
+    """Undo our cancellation of the running task. Returns whether another cancellation is left."""
+    # Python 3.10 does not count cancellations.
     if task is None or sys.version_info < (3, 11):
-        return False  # Python 3.10 cannot tell
+        return False
     return task.uncancel() > 0
 
 
@@ -314,16 +322,16 @@ WaitingCall = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
 
 
 class LockstepBatcher:
-    """Passes on the generate calls of concurrent workflows as one batch, once each of them waits.
+    """Collects the generate calls of concurrent workflows into one batch, once all workflows wait.
 
-    The batch is sorted by address (draw, turn, first sample; equal ones by which workflow entered
-    first), so it never depends on which call arrived first, and a resumed run sees the same
-    batches. The price: in each round all workflows wait for the slowest.
+    The batch is sorted by address (draw, turn, first sample; ties by which workflow entered first).
+    It never depends on which call arrived first, so a resumed run sees the same batches. The cost:
+    in each round all workflows wait for the slowest one.
     """
 
     def __init__(self, flush: Flush) -> None:
         self._flush = flush
-        # workflow that has entered and not left -> its calls that wait
+        # The waiting calls of every active workflow.
         self._workflows: dict[Hashable, list[WaitingCall]] = {}
         self._running: asyncio.Task[None] | None = None
 
@@ -342,25 +350,25 @@ class LockstepBatcher:
         return generate
 
     def withdraw(self, key: Hashable) -> None:
-        """Take back the calls of workflow `key` that wait; it may make others."""
+        """Cancel the waiting calls of workflow `key`; it may make others."""
         calls = self._workflows.get(key, [])
         for _, future in calls:
             future.cancel()
         calls.clear()
 
     def leave(self, key: Hashable) -> None:
-        """Workflow `key` has ended, so no batch waits for it any more. May be called twice."""
+        """Remove workflow `key`, so that no batch waits for it any more. May be called twice."""
         self.withdraw(key)
         if self._workflows.pop(key, None) is not None:
             self._recheck()
 
     def busy(self) -> list[Hashable]:
-        """Workflows that wait for no generation."""
+        """The workflows that have no waiting call."""
         return [key for key, calls in self._workflows.items() if not calls]
 
     def _recheck(self) -> None:
-        # Deferred by one iteration of the loop: calls that one workflow makes side by side belong
-        # to one batch.
+        # Deferred by one iteration of the loop, so that concurrent calls of one workflow join one
+        # batch.
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
@@ -392,7 +400,7 @@ class LockstepBatcher:
         self._recheck()
 
     async def close(self) -> None:
-        """Stop the batch that is running, if any."""
+        """Cancel the running batch, if any."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})

@@ -1,4 +1,4 @@
-"""Files of a run's engines: the list of those that come and go, and the states of all of them."""
+"""Files about a run's engines: the list of engines that may change, and the states of all."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineList:
-    """A JSON file with a list of URLs, or a folder with such files (`*.json`), one a command.
+    """A JSON file with a list of URLs, or a folder with one such file (`*.json`) for each command.
 
     Args:
-        config: has `rollout.engine.urls_file`.
+        config: with `rollout.engine.urls_file` set.
     """
 
     def __init__(self, config: Config) -> None:
@@ -43,16 +43,16 @@ class EngineList:
         self._factory = factory_of(config.rollout.engine.kind)
 
     def read(self) -> dict[str, str]:
-        """Return the URL of each engine by its name, which tells the machine and the port.
+        """Return the URL of each engine by its name, which is made of host and port.
 
         Raises:
-            UserError: a file cannot be read, or is no list of URLs.
+            UserError: a file cannot be read, or is not a list of URLs.
         """
         found: dict[str, str] = {}
         for path in sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]:
             try:
                 urls = orjson.loads(path.read_bytes())
-            # an engine has ended, and its command has deleted the file
+            # An engine's command deletes its file when the engine has ended.
             except FileNotFoundError:
                 if path == self.path:
                     raise UserError(f"{KEY}: there is no {path}") from None
@@ -68,7 +68,7 @@ class EngineList:
         return found
 
     def build_all(self) -> list[RolloutEngine]:
-        """Make the engines of the list, not started. Raises ConfigError where it has none."""
+        """Make the engines of the list, not started. Raises ConfigError if it is empty."""
         named = self.read()
         if not named:
             raise ConfigError(f"{KEY}: {self.path} lists no engine")
@@ -80,7 +80,7 @@ class EngineList:
         return engine
 
     async def update(self, fleet: Fleet) -> None:
-        """Take in the engines that are new in the list, and let those go that it lacks."""
+        """Add the engines that are new in the list, and remove those that it lacks."""
         try:
             named = await asyncio.to_thread(self.read)
         # recovery: the engines stay as they are until the next publication
@@ -96,7 +96,7 @@ class EngineList:
             if name not in known:
                 logger.info("engine %s is new in %s", name, self.path)
                 fleet.join(self.build(name, url))
-        # those that leave are not in the publication that begins
+        # Let the departures begin, so that the next publication does without these engines.
         await asyncio.sleep(0)
 
 
@@ -108,7 +108,7 @@ async def keep_shown(members: Sequence[Member], path: Path) -> None:
         if rows != shown:
             try:
                 await asyncio.to_thread(write_atomic, path, orjson.dumps(rows))
-            # recovery: the next look; nothing but a display depends on it
+            # recovery: the next round writes again; the file is for display only
             except OSError as error:
                 logger.warning("%s cannot be written: %s", path, error)
             shown = rows
@@ -116,6 +116,6 @@ async def keep_shown(members: Sequence[Member], path: Path) -> None:
 
 
 def external_name(url: str) -> str:
-    """Return the name of an engine by its host and port, which no other engine of a run has."""
+    """Return the name of an engine, made of host and port and unique in a run."""
     parts = urlsplit(url)
     return re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname}-{parts.port}").lstrip("-")

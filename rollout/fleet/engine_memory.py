@@ -1,8 +1,8 @@
-"""`rlcore.interfaces.EngineMemory`: engines release the memory of the device that they share.
+"""`rlcore.interfaces.EngineMemory`: releasing and restoring engines' memory on a shared device.
 
-    release     no engine is started; requests in flight end; the memory is released
-    restore     the memory is taken again; once nothing is released, engines generate,
-                and failed engines are started again
+    release     stop restarts, abort requests in flight, release the memory
+    restore     take the memory again; once all of it is restored, resume the engines and
+                allow restarts
 
 A failed engine is ended, which frees its memory.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetMemory:
-    """The engines' memory, for the trainer's thread, which blocks meanwhile.
+    """The engines' memory, for the trainer's thread; its methods block.
 
     Args:
         thread: the thread of the fleet's event loop.
@@ -54,7 +54,7 @@ class FleetMemory:
 
     async def _release(self, tags: Sequence[MemoryTag]) -> None:
         await self._fleet.pause_starts()
-        # The rollouts are in: nothing waits for a request that is still in flight.
+        # All rollouts have ended: nothing waits for a request that is still in flight.
         await self._step("pause", lambda engine: engine.pause("abort"))
         await self._step("release_memory", lambda engine: engine.release_memory(tags))
         self._released |= set(tags)
@@ -70,7 +70,7 @@ class FleetMemory:
         self._fleet.resume_starts()
         try:
             await self._fleet.candidates()
-        # recovery: the next call that needs an engine raises, where the trainer can still save
+        # recovery: the next call that needs an engine raises, and the trainer can save by then
         except NoEngineLeft as error:
             logger.warning("%s", error)
 
@@ -88,6 +88,6 @@ class FleetMemory:
         )
 
     def _call(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        # Every step keeps its own limit; an engine may have to start, or to come back, meanwhile.
+        # Every step has its own limit; an engine may also have to restart during the call.
         seconds = self._fleet.comeback_s + 3 * (self._limit + TRANSPORT_GRACE_S)
         self._thread.call(work, seconds=seconds, what=what)

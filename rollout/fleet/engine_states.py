@@ -6,9 +6,9 @@
          ^                                ^                  |    ^                 |
          |  FAIL, from every state        +------ MISSED ----+    +----- DRAIN -----+
 
-Only a serving engine is given requests. A stale one runs, but has no whole version of the weights,
-or not the last one. LEAVE makes a stale or a serving engine a leaving one, which is taken out of
-the fleet once it has no requests.
+Only a serving engine gets requests. A stale engine runs, but lacks the whole last version of the
+weights. LEAVE turns a stale or serving engine into a leaving one, which is removed from the fleet
+once it has no requests.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from rlcore.config.sections.rollout import RestartConfig
 
-DOUBLINGS = 30  # of the pause before a restart; the float would overflow at a thousand
+DOUBLINGS = 30  # of the pause before a restart; a float overflows at about a thousand
 
 
 class State(str, Enum):
     """The states of an engine."""
 
-    STARTING = "starting"  # its process comes up, or a server of somebody else is checked
-    STALE = "stale"  # it answers, and waits for a whole version of the weights
+    STARTING = "starting"  # its process comes up, or an external server is checked
+    STALE = "stale"  # it answers and waits for a whole version of the weights
     SERVING = "serving"
-    DRAINING = "draining"  # in a publication: it gets no requests until that has ended well
-    LEAVING = "leaving"  # it ends the requests that it has, and takes part in nothing else
-    DEAD = "dead"  # it does not run, or is not listened to
+    DRAINING = "draining"  # in a publication: it gets no requests until the publication succeeds
+    LEAVING = "leaving"  # it ends its requests and takes no other part in the run
+    DEAD = "dead"  # it does not run, or is ignored
 
     def __str__(self) -> str:
         return self.value
@@ -43,8 +43,8 @@ class Event(str, Enum):
     UP = "up"
     DRAIN = "drain"
     PUBLISHED = "published"  # it took a whole version and was resumed
-    MISSED = "missed"  # the publication was given up
-    LEAVE = "leave"  # whoever runs it takes it out of the run
+    MISSED = "missed"  # the publication was cancelled
+    LEAVE = "leave"  # its owner takes it out of the run
     FAIL = "fail"
 
 
@@ -72,31 +72,31 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 @dataclass
 class Health:
-    """The state of one engine, and what is left of its restarts."""
+    """The state of one engine and its remaining restarts."""
 
     restart: RestartConfig
     state: State = State.DEAD
-    why: str = "it was not started"  # it is dead
+    why: str = "it was not started"  # reason of its last failure
     starts: int = 0
-    failed_starts: int = 0  # starts, up to the last, that never came to serve
-    # when it was restarted; when it last failed, those older than the window were left out
+    failed_starts: int = 0  # latest starts in a row after which it never served
+    # Times of restarts; each failure drops those older than the window.
     restarted_at: list[float] = field(default_factory=list)
 
     def accepts(self, event: Event) -> bool:
-        """Whether the table has this event in the present state."""
+        """Whether the table has this event for the current state."""
         return event in TRANSITIONS[self.state]
 
     def on(self, event: Event, why: str = "", *, now: float = 0.0) -> None:
-        """Apply an event. Raises ValueError for one that the state does not have: a defect of ours.
+        """Apply an event. Raises ValueError, for a defect in the caller, if the state lacks it.
 
         Args:
             why: the reason of a failure.
-            now: seconds on the caller's clock, of a start or a failure.
+            now: time of a start or a failure, in seconds of the caller's clock.
         """
         if not self.accepts(event):
-            known = ", ".join(TRANSITIONS[self.state]) or "nothing more"
+            known = ", ".join(TRANSITIONS[self.state]) or "no event"
             raise ValueError(
-                f"an engine that is {self.state} cannot meet {event.name}; it can meet {known}"
+                f"an engine that is {self.state} does not accept {event.name}, only {known}"
             )
         self.state = TRANSITIONS[self.state][event]
         if event is Event.START:
@@ -118,24 +118,24 @@ class Health:
 
     @property
     def restarts_left(self) -> int:
-        """Restarts that the limit leaves it."""
+        """Restarts left within the limit."""
         return self.restart.limit - len(self.restarted_at)
 
     @property
     def can_come_back(self) -> bool:
-        """False for an engine that is dead for good, or leaves."""
+        """Whether the engine may serve again: false if it is dead for good, or leaves."""
         if self.state is State.DEAD:
             return self.restarts_left > 0
         return self.state is not State.LEAVING
 
     @property
     def pause_s(self) -> float:
-        """Seconds before the next restart: they double with each start that came to nothing."""
+        """Seconds before the next restart, doubled with each failed start."""
         return pause_before(self.restart, self.failed_starts)
 
 
 class ProgressClock:
-    """Tells how long an engine that has requests has made no token.
+    """Measures how long an engine with requests has made no token.
 
     Args:
         now: seconds on the caller's clock.
@@ -144,13 +144,13 @@ class ProgressClock:
     def __init__(self, now: float) -> None:
         self.looked_at = now
         self.moved_at = now
-        self.seen: Any = None  # at the last look
+        self.seen: Any = None  # value at the last look
 
     def look(self, now: float, seen: Any) -> float:
-        """Return the seconds in which `seen` has not changed.
+        """Return for how many seconds `seen` has not changed.
 
         Args:
-            seen: a value that changes with the engine's tokens; None where it has none to make.
+            seen: a value that changes with the engine's tokens; None if it has no token to make.
         """
         if seen is None or seen != self.seen:
             self.moved_at = now
@@ -160,5 +160,5 @@ class ProgressClock:
 
 
 def pause_before(restart: RestartConfig, failed_starts: int) -> float:
-    """Seconds to wait before a restart, behind so many failed starts."""
+    """Seconds to wait before a restart, after `failed_starts` failed starts."""
     return min(restart.backoff_s * 2.0 ** min(failed_starts, DOUBLINGS), restart.max_backoff_s)

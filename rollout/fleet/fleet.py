@@ -1,7 +1,7 @@
-"""The engines of a run: started, watched, declared failed once, restarted, and in service again.
+"""The engines of a run: starting, watching and restarting them.
 
-`rollout/fleet/engine_states.py` says which state follows from which event. A failed engine is ended
-and, after a pause, started again; it is then stale until a publication brings it a whole version.
+`rollout/fleet/engine_states.py` defines which state follows from which event. A failed engine is
+ended and, after a pause, started again; it is then stale until it takes part in a publication.
 Everything happens on one event loop.
 """
 
@@ -26,9 +26,9 @@ from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
 RUNNING = (State.STALE, State.DRAINING, State.SERVING)
-# a request that reached an engine after one abort is ended by the next
+# The next abort ends a request that reached the engine after this one.
 ABORT_AGAIN_S = 0.2
-SHOWN = 5  # engines that have left, in an error
+SHOWN = 5  # departed engines listed in an error
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class Fleet:
     """All engines of a run. `router` leases them to callers.
 
     Args:
-        place_s: seconds that an engine may need before `start_timeout_s` counts.
-        listed: where the engines are listed, if the list may change.
-        check: raises UserError for an engine that has started and does not suit the run.
+        place_s: seconds that an engine may wait for its place before `start_timeout_s` counts.
+        listed: the list of engines, if it may change.
+        check: raises UserError for a started engine that does not suit the run.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Fleet:
         self.comeback_s = comeback_s(config, place_s)
         self.router = Router(self.members, self._no_engine_error)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()  # renewed at each change of a state
-        self._may_start = asyncio.Event()  # restarts wait for it
+        self._changed: asyncio.Event = asyncio.Event()  # set and replaced at each change of state
+        self._may_start = asyncio.Event()
         self._may_start.set()
-        self._departed: list[str] = []  # the names of engines that have left
+        self._departed: list[str] = []  # names of engines that have left
         self._departed_restarts = 0
 
     # --- start and end ----------------------------------------------------------------------------
@@ -71,15 +71,16 @@ class Fleet:
         """Start every engine; they are stale then. Raises the error of the first failed start.
 
         Args:
-            again: this fleet replaces one that may have lost engines. One that answers is enough,
-                the others are restarted; where none answers, raises as `candidates` does.
+            again: this fleet replaces one that may have lost engines. One running engine is enough;
+                failed ones are restarted. Raises as `candidates` does if none runs.
         """
         if not again:
             await gather_or_cancel(*(self._bring_up(member) for member in self.members))
             return
         for member in self.members:
             self._spawn(self._start_again(member))
-        await asyncio.sleep(0)  # all are starting
+        # Let every start begin, so that `candidates` sees engines that are starting.
+        await asyncio.sleep(0)
         await self.candidates()
 
     async def close(self) -> None:
@@ -93,7 +94,7 @@ class Fleet:
     # --- engines that join and leave --------------------------------------------------------------
 
     def join(self, engine: RolloutEngine) -> None:
-        """Take in an engine, and start it. It is stale then, and from there on like the others."""
+        """Add an engine and start it. It is stale then, like the others after their start."""
         member = Member(engine, Health(self._config.restart))
         self.members.append(member)
         self._spawn(self._start_again(member))
@@ -103,10 +104,10 @@ class Fleet:
         self._spawn(self.leave(engine))
 
     async def leave(self, engine: RolloutEngine) -> None:
-        """Take an engine out of the fleet and disconnect from it. One that is out stays out.
+        """Take an engine out of the fleet and disconnect from it. No-op if it has left.
 
-        It gets no more requests. Those in flight are aborted, and go on at other engines from the
-        tokens that they have. A publication in which it takes part, or its start, ends first.
+        The engine gets no more requests. Its requests in flight are aborted and continue at other
+        engines from the tokens made so far. Its start or a publication in progress ends first.
         """
         member = self._find(engine)
         if member is None:
@@ -115,27 +116,28 @@ class Fleet:
             await self._change(None)
         if member.health.accepts(Event.LEAVE):
             member.health.on(Event.LEAVE)
-            self._tell()
+            self._state_changed()
             await self._take_requests_back(member)
-        if member not in self.members:  # somebody else took it out meanwhile
+        # A concurrent call may have removed the member.
+        if member not in self.members:
             return
         self.members.remove(member)
         self._departed.append(member.name)
         self._departed_restarts += member.health.restarts
         if member.down is not None and not member.down.done():
             member.down.set_result("it has left")
-        late = f"engine {member.name} could not be left within {KILL_ENGINE_S:g} s"
+        late = f"engine {member.name} could not be disconnected within {KILL_ENGINE_S:g} s"
         if (why := await _error(engine.close, KILL_ENGINE_S, late)) is not None:
             logger.warning("%s", why)
-        self._tell()
+        self._state_changed()
 
     async def _take_requests_back(self, member: Member) -> None:
-        """Abort an engine's requests until it has none; what it does not answer is sent again."""
+        """Abort an engine's requests until it has none; unanswered ones are sent again."""
         deadline = time.monotonic() + ABORT_S
         while member.leases and (left := deadline - time.monotonic()) > 0:
             rids = [rid for lease in member.leases for rid in lease.rids]
             abort = functools.partial(member.engine.abort, rids)
-            # recovery: no answer to it costs the tokens made so far
+            # recovery: without an answer only the tokens made so far are lost
             if (why := await _error(abort, left, "no answer to an abort")) is not None:
                 logger.warning("engine %s leaves: %s", member.name, why)
                 break
@@ -158,11 +160,11 @@ class Fleet:
     # --- publication ------------------------------------------------------------------------------
 
     async def candidates(self) -> list[RolloutEngine]:
-        """All running engines, to take a whole publication. Waits for a restart where none runs.
+        """All running engines, for a whole publication. Waits for a restart if none runs.
 
-        Before that, the list of engines is read again, if it may change.
+        Reads the list of engines again first, if it may change.
 
-        Raises NoEngineLeft when no engine can be restarted, or none is in time.
+        Raises NoEngineLeft when no engine can be restarted, or none restarts in time.
         """
         if self._listed is not None:
             await self._listed.update(self)
@@ -176,21 +178,21 @@ class Fleet:
                     f" {self._ends()}"
                 )
             if not await self._change(deadline - time.monotonic()):
-                place = "cluster.start_timeout_s, " if self._place_s else ""
-                keys = f"{place}rollout.engine.start_timeout_s"
+                cluster_key = "cluster.start_timeout_s, " if self._place_s else ""
+                keys = f"{cluster_key}rollout.engine.start_timeout_s"
                 raise NoEngineLeft(
                     f"no engine came back within {self.comeback_s:g} s ({keys}): {self._ends()}"
                 )
         return running
 
     async def stale(self) -> list[RolloutEngine]:
-        """The engines that run and wait for weights."""
+        """The running engines that wait for weights."""
         return self.in_state(State.STALE)
 
     async def wait_for_stale(self) -> None:
         """Return once an engine waits for weights.
 
-        On a shared device also wait until no other engine serves: its requests would be lost.
+        On a shared device also wait until no engine serves: its requests would be lost.
         """
         while not self.in_state(State.STALE) or (
             self._config.colocated and self.in_state(State.SERVING)
@@ -202,20 +204,19 @@ class Fleet:
         self._on(engine, Event.DRAIN)
 
     def published(self, engine: RolloutEngine, version: int) -> None:
-        """Put an engine that took `version` into service. If it failed meanwhile it stays dead."""
+        """Put an engine that took `version` into service. No-op if it has failed meanwhile."""
         member = self._on(engine, Event.PUBLISHED)
         if member is not None:
             member.version = version
 
     def missed(self, engine: RolloutEngine) -> None:
-        """Note that the publication was given up while the engine took part."""
+        """Mark an engine stale: the publication in which it took part was cancelled."""
         self._on(engine, Event.MISSED)
 
     async def out(self, engine: RolloutEngine, why: str) -> None:
         """End an engine that failed a step of a publication. Returns when it is ended.
 
-        An engine that died in the middle and runs again by now failed before its restart: it goes
-        on.
+        No-op for an engine that was restarted since: the failure happened before its restart.
         """
         member = self._find(engine)
         if member is not None and member.health.state in (State.DRAINING, State.DEAD):
@@ -247,7 +248,7 @@ class Fleet:
         """The engines that answer, with whole weights or without."""
         return self.in_state(*RUNNING)
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- state of the fleet -----------------------------------------------------------------------
 
     @property
     def engines(self) -> list[RolloutEngine]:
@@ -255,9 +256,9 @@ class Fleet:
 
     @property
     def max_total_tokens(self) -> int | None:
-        """The most tokens of prompt and response that all engines take, as far as they tell."""
-        told = [getattr(engine, "max_total_tokens", None) for engine in self.engines]
-        return min((tokens for tokens in told if tokens is not None), default=None)
+        """The smallest limit on prompt and response tokens; None if no engine reports one."""
+        limits = [getattr(engine, "max_total_tokens", None) for engine in self.engines]
+        return min((tokens for tokens in limits if tokens is not None), default=None)
 
     @property
     def serving(self) -> int:
@@ -269,7 +270,7 @@ class Fleet:
         return self._departed_restarts + sum(member.health.restarts for member in self.members)
 
     def waiting_for(self) -> str:
-        """What is waited for, as "engine a (3 requests), engine b (1 request)"; "" for nothing."""
+        """Describe pending work as "engine a (3 requests), engine b (1 request)"; "" if none."""
         counts = [
             (member.name, sum(lease.requests for lease in member.leases)) for member in self.members
         ]
@@ -280,7 +281,7 @@ class Fleet:
         return ", ".join(parts)
 
     def in_state(self, *states: State) -> list[RolloutEngine]:
-        """The engines in one of some states."""
+        """The engines in any of the given states."""
         return [member.engine for member in self.members if member.health.state in states]
 
     def _find(self, engine: RolloutEngine) -> Member | None:
@@ -296,28 +297,28 @@ class Fleet:
         )
 
     def _ends(self) -> str:
-        """Why each engine that does not run does not."""
-        words = {State.DEAD: "", State.STARTING: "it is starting; before, "}
+        """Why each engine is not running, as one line for an error message."""
+        prefixes = {State.DEAD: "", State.STARTING: "it is starting; before, "}
         ends = [
-            f"engine {m.name}: {words[m.health.state]}{m.health.why}"
+            f"engine {m.name}: {prefixes[m.health.state]}{m.health.why}"
             for m in self.members
-            if m.health.state in words
+            if m.health.state in prefixes
         ]
         return "; ".join([*ends, *(f"engine {name} has left" for name in self._departed[-SHOWN:])])
 
     # --- changes of state -------------------------------------------------------------------------
 
     def _on(self, engine: RolloutEngine, event: Event) -> Member | None:
-        """Apply an event of a publication. Returns None where the engine failed or left before."""
+        """Apply an event of a publication. Returns None if the engine has failed or left."""
         member = self._find(engine)
         if member is None or not member.health.accepts(event):
             return None
         member.health.on(event)
-        self._tell()
+        self._state_changed()
         return member
 
     def _fail(self, member: Member, why: str) -> None:
-        if member.health.state in RUNNING:  # else it is said already
+        if member.health.state in RUNNING:
             self._mark_dead(member, why)
 
     def _mark_dead(self, member: Member, why: str) -> None:
@@ -336,15 +337,15 @@ class Fleet:
             member.down.set_result(why)
         member.ending = self._spawn(self._end(member))
         self._spawn(self._restart(member, member.ending))
-        self._tell()
+        self._state_changed()
 
-    def _tell(self) -> None:
+    def _state_changed(self) -> None:
         self.router.grant()
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _change(self, seconds: float | None) -> bool:
-        """Wait for the next change of a state. Returns False when none came in time."""
+        """Wait for the next change of a state. Returns False after `seconds` without one."""
         waiting = asyncio.ensure_future(self._changed.wait())
         try:
             done, _ = await asyncio.wait(
@@ -354,7 +355,7 @@ class Fleet:
             waiting.cancel()
         return bool(done)
 
-    # --- restarts, health -------------------------------------------------------------------------
+    # --- restarts and health ----------------------------------------------------------------------
 
     async def _bring_up(self, member: Member) -> None:
         limit = self._config.start_timeout_s
@@ -372,13 +373,13 @@ class Fleet:
         member.health.on(Event.UP)
         member.down = asyncio.get_running_loop().create_future()
         self._spawn(self._watch(member, member.down))
-        self._tell()
+        self._state_changed()
 
     async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
-        """Probe an engine and look for the end of its process, until `down` is done.
+        """Probe an engine and watch its process, until `down` is done.
 
-        During a publication only the end of its process counts, and whether requests that are to be
-        finished go on: a publication keeps an engine busy, and has deadlines of its own.
+        During a publication failed probes do not count: the publication keeps the engine busy and
+        has its own deadlines. The end of the process and a standstill of requests still count.
         """
         ended = member.engine.ended
         clock = ProgressClock(time.monotonic())
@@ -407,19 +408,20 @@ class Fleet:
                 self._fail(member, why)
 
     async def _standstill(self, member: Member, clock: ProgressClock) -> str | None:
-        """Look at an engine's progress. Returns why it counts as failed, None where it does not."""
+        """Check an engine's progress. Returns why the engine counts as failed, otherwise None."""
         seen: Any = None
         held = False
         if member.leases:
             limit = self._config.health_timeout_s
             try:
                 count = await within(limit, member.engine.progress(), lambda: "no answer")
-            except RlcoreError:  # no answer is no progress; probes judge an engine that is silent
+            except RlcoreError:
+                # No answer means no progress; probes judge a silent engine.
                 seen = clock.seen or (None, member.answers)
             except Exception as error:  # noqa: BLE001 - any other error is a defect of the engine
                 return describe(error)
             else:
-                # behind a router an engine never tells, and its requests go on
+                # An engine behind a router never reports progress, though its requests run.
                 held = count is None and member.health.state is not State.SERVING
                 seen = None if count is None else (count, member.answers)
         now = time.monotonic()
@@ -430,24 +432,24 @@ class Fleet:
             return None
         requests = sum(lease.requests for lease in member.leases)
         return (
-            f"engine {member.name} has {requests} requests, and made no token for {limit:g} s"
+            f"engine {member.name} has {requests} requests and made no token for {limit:g} s"
             " (rollout.engine.progress_timeout_s)"
         )
 
     async def _end(self, member: Member) -> None:
         late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"
-        # recovery: a new process does not need the old one's end
+        # recovery: a new process can start before the old one has ended
         if (why := await _error(member.engine.kill, KILL_ENGINE_S, late)) is not None:
             logger.warning("%s", why)
 
     async def _restart(self, member: Member, ending: asyncio.Task[None]) -> None:
-        """Start a dead engine again, after its end and a pause."""
+        """Start a dead engine again after its process has ended, and a pause."""
         await asyncio.wait({ending})
         if not member.health.can_come_back:
             return
         await asyncio.sleep(member.health.pause_s)
         await self._may_start.wait()
-        if member in self.members:  # else it has left
+        if member in self.members:
             await self._start_again(member)
 
     async def _start_again(self, member: Member) -> None:
@@ -470,7 +472,7 @@ class Fleet:
 
 
 async def _error(call: Callable[[], Awaitable[Any]], seconds: float, late: str) -> str | None:
-    """Why the call failed, or `late` if it took more than `seconds`; None where it went well."""
+    """Why the call failed, or `late` if it took more than `seconds`; None if it succeeded."""
     try:
         await within(seconds, call(), lambda: late)
     except Exception as error:  # noqa: BLE001 - any error is a failure of the engine

@@ -1,16 +1,16 @@
-"""A publication of weights, beside the engines, on their event loop.
+"""A publication of weights, on the event loop of the engines.
 
-Rank 0 of the trainer calls it (rlcore/trainer/sender_ranks.py). One transport has the engines take
-the bytes (rollout/weight_sync/base.py), which the ranks send; this module is the order of the steps
-around them, and what a failure means:
+Rank 0 of the trainer calls it (rlcore/trainer/sender_ranks.py). The ranks send the bytes, and a
+transport (rollout/weight_sync/base.py) makes the engines take them. This module defines the order
+of the other steps, and what a failure means:
 
-    open        pause, begin: the others go on without an engine that fails here
-    send        the buckets: after a failure PublicationFailed is raised, and the caller runs the
-                whole transaction again with the engines that are left
+    open        pause, begin: an engine that fails here is left out
+    send        the buckets: a failure raises PublicationFailed, and the caller runs the whole
+                transaction again with the engines that are left
     finish      verify, end, set the version, resume
 
-A failed engine takes no traffic until it has received a complete publication, and is never resumed
-on part of one. The others stay paused meanwhile.
+A failed engine gets no requests until it has received a complete publication, and is never resumed
+with part of one. The other engines stay paused during the transaction.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class WeightPublication:
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
-        # requests in flight may have to end before an engine is paused; the fleet watches them
+        # In drain mode requests in flight end before an engine is paused; the fleet watches them.
         drains = self._mode == "drain"
         self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
         self._transport: Transport | None = None
-        # in the current transaction
+        # The current transaction.
         self._buckets: Sequence[Bucket] = ()
         self._engines: list[RolloutEngine] = []
-        # of the timeline: the number of the transaction, its begin, the begin of its stage
+        # For the timeline: number and begin of the transaction, begin of its stage.
         self._transactions = 0
         self._opened_at = 0.0
         self._stage_at = 0.0
@@ -60,13 +60,13 @@ class WeightPublication:
     async def open(
         self, buckets: Sequence[Bucket], ranks: Sequence[RankAddress], only_stale: bool
     ) -> Orders:
-        """Pause the engines, agree with them on the layout, open the update.
+        """Pause the engines, send them the layout, and open the update.
 
         Args:
-            ranks: of the trainer.
-            only_stale: publish only to the engines that wait for weights; the others go on serving.
+            ranks: the trainer's ranks.
+            only_stale: publish only to the engines that wait for weights; the others keep serving.
 
-        Returns the parts of the ranks. Raises PublicationFailed when no engine can be reached,
+        Returns the orders for the ranks. Raises PublicationFailed when no engine can be reached,
         RunFailed when none is left.
         """
         fleet = self._fleet
@@ -86,7 +86,7 @@ class WeightPublication:
         self._transport.ranks = ranks
         self._transport.has_all_engines = not only_stale
         await self._all_or_again(
-            self._transport.open(self._engines, buckets), "the way of the weights was not opened"
+            self._transport.open(self._engines, buckets), "the transport could not be opened"
         )
         self._record_stage(f"transport {self._transport.name}: open")
         return self._transport.orders()
@@ -95,28 +95,28 @@ class WeightPublication:
         """Have the engines join the groups of the ranks.
 
         Args:
-            answers: what these returned from `BucketSender.open`.
+            answers: the results of `BucketSender.open`, by rank.
         """
         await self._all_or_again(
-            self._chosen.join(answers), "the trainer's ranks were not met by all engines"
+            self._chosen.join(answers), "not all engines joined the trainer's ranks"
         )
 
     async def send(self, index: int, packed: Mapping[int, Any]) -> None:
         """Have the engines take a bucket, which the ranks begin to send.
 
-        Raises PublicationFailed when an engine did not take it, or one before.
+        Raises PublicationFailed when an engine did not take this bucket or an earlier one.
 
         Args:
-            packed: what ranks returned from `BucketSender.pack`.
+            packed: the results of `BucketSender.pack`, by rank.
         """
         await self._all_or_again(
             self._chosen.send(index, packed),
-            f"the weights up to bucket {index} were not taken by all engines",
+            f"not all engines took the weights up to bucket {index}",
         )
         self._record_stage(f"bucket {index}", bytes=self._buckets[index].num_bytes)
 
     async def stop(self) -> Any:
-        """Return what the ranks still send after a failure."""
+        """Return the last bucket that each rank still has to send after a failure."""
         return {} if self._transport is None else self._transport.stop()
 
     async def finish(self, version: int, result: Any) -> None:
@@ -125,11 +125,9 @@ class WeightPublication:
         Raises PublicationFailed or RunFailed when no engine is left.
 
         Args:
-            result: what rank 0 returned from `BucketSender.finish`.
+            result: rank 0's result of `BucketSender.finish`.
         """
-        await self._all_or_again(
-            self._chosen.complete(result), "the weights were not taken by all engines"
-        )
+        await self._all_or_again(self._chosen.complete(result), "not all engines took the weights")
         self._record_stage("complete")
         await self._step("end_update", lambda e: e.end_update(), self._limit)
         await self._step("set_version", lambda e: e.set_version(version), self._limit)
@@ -141,17 +139,17 @@ class WeightPublication:
         RECORDER.add(STAGES, f"version {version}", self._opened_at, now(), **args)
 
     async def cancel(self) -> None:
-        """Give the transaction up. The engines stay paused, and refuse to generate until a whole
-        update has come.
+        """Cancel the transaction. The engines stay paused and refuse to generate until they have
+        taken a whole update.
 
-        Raises RunFailed when an engine failed at what it still took, and none is left for good.
+        Raises RunFailed when the last engine failed during the cancellation.
         """
         failed = {} if self._transport is None else await self._transport.give_up()
         try:
             await self._out(
                 {engine: why for engine, why in failed.items() if engine in self._engines}
             )
-        except PublicationFailed as error:  # recovery: the caller has given up already
+        except PublicationFailed as error:  # recovery: the caller cancels already
             logger.warning("%s", error)
         for engine in self._engines:
             self._fleet.missed(engine)
@@ -183,8 +181,9 @@ class WeightPublication:
             RECORDER.add(track, outcome, self._opened_at, now(), **args)
 
     async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> None:
-        """Run one step on every engine. Engines that fail are out."""
-        self._stage_at = now()  # the trainer gathers between the stages
+        """Run one step on every engine, and take out those that fail."""
+        # The stage begins here: in between, the trainer gathers weights.
+        self._stage_at = now()
         answers = await ask(self._engines, what, call, seconds)
         self._record_stage(what, slowest=answers.slowest)
         await self._out(answers.failed)

@@ -1,6 +1,6 @@
-"""Routing of requests: to the least loaded engine that serves, or to the one that knows the prefix.
+"""Routing of requests to the least loaded serving engine, or to the engine that has the prefix.
 
-Requests that find no room wait. Everything here happens on one event loop.
+Requests wait while no engine has room. Everything here happens on one event loop.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from rlcore.interfaces import RolloutEngine
 from rollout.fleet.engine_states import Health, State
 
 HOMES = 1 << 16  # conversations whose engine is remembered
-# an engine with a cached prefix may have so many requests more than the least loaded one
+# The engine with a cached prefix is preferred while it has at most RATIO * least + SLACK calls;
+# `least` is the number at the least loaded engine.
 SLACK = 4
 RATIO = 1.25
-AHEAD = 128  # callers that wait, among whom an engine looks for one whose prefix it has
+AHEAD = 128  # waiting callers searched for one whose prefix is at an engine with room
 
 
 @dataclass(eq=False)
@@ -29,12 +30,12 @@ class Member:
 
     engine: RolloutEngine
     health: Health
-    version: int | None = None  # of the weights that it serves
+    version: int | None = None  # of its weights
     leases: set[Lease] = field(default_factory=set)
-    answers: int = 0  # calls that it answered so far
-    held_s: float = 0.0  # in which a pause held its requests, so far
-    down: asyncio.Future[str] | None = None  # done when it failed since its last start; the reason
-    ending: asyncio.Task[None] | None = None  # ends it after its last failure
+    answers: int = 0  # calls answered so far
+    held_s: float = 0.0  # seconds so far in which a pause held its requests
+    down: asyncio.Future[str] | None = None  # reason of its failure since the last start
+    ending: asyncio.Task[None] | None = None  # ends the engine after its last failure
 
     @property
     def name(self) -> str:
@@ -42,7 +43,7 @@ class Member:
 
     @property
     def url(self) -> str | None:
-        """Where it is reached; None if it is in this process, or does not run."""
+        """The engine's URL; None if the engine is in this process or does not run."""
         try:
             url: str | None = getattr(self.engine, "url", None)
         except EngineFailed:
@@ -50,7 +51,7 @@ class Member:
         return url
 
     def describe(self) -> dict[str, Any]:
-        """Return what `rlcore status` shows of it, JSON-able."""
+        """Return the engine's row in `rlcore status`, JSON-able."""
         return {
             "engine": self.name,
             "url": self.url,
@@ -61,7 +62,7 @@ class Member:
         }
 
     def has_room(self, room: int) -> bool:
-        """Whether it serves and has fewer than `room` calls."""
+        """Whether the engine serves and has fewer than `room` calls."""
         return self.health.state is State.SERVING and len(self.leases) < room
 
 
@@ -70,25 +71,25 @@ class Lease:
     """The right to give `member` one call. It is lost when the engine fails."""
 
     member: Member
-    start: int  # the member's number of starts; a failure says nothing about the next start
+    start: int  # the member's `starts` at the grant; a failure counts for this start only
     requests: int = 1  # in the call
-    rids: Sequence[str] = ()  # their ids
-    lost: str | None = None  # why
+    rids: Sequence[str] = ()  # ids of the requests
+    lost: str | None = None  # why the lease was lost
     caller: asyncio.Task[Any] | None = None  # the task that awaits the call
-    cancelled: bool = False  # by us
-    held_before_s: float = 0.0  # `member.held_s` when its time was last looked at
-    overdue: bool = False  # its time is up: the call was aborted, which is not the engine's failure
-    alarm: asyncio.TimerHandle | None = None  # of its time
-    began: float = 0.0  # its call, by the clock of the timeline
+    cancelled: bool = False  # by `cancel_call`
+    held_before_s: float = 0.0  # `member.held_s` when the alarm was set
+    overdue: bool = False  # the call passed its time limit; this is not the engine's failure
+    alarm: asyncio.TimerHandle | None = None  # of the time limit
+    began: float = 0.0  # begin of the call, by the timeline's clock
     ended: float = 0.0
 
     def lose(self, why: str) -> None:
-        """Take the lease back, because its engine failed."""
+        """Revoke the lease, because its engine failed or left."""
         self.lost = why
         self.cancel_call()
 
     def cancel_call(self) -> None:
-        """Cancel the call; a later answer of the engine is dropped."""
+        """Cancel the call, and drop a later answer."""
         if self.caller is not None and not self.cancelled:
             self.cancelled = True
             self.caller.cancel()
@@ -105,8 +106,8 @@ class Router:
     """Leases engines to callers.
 
     Args:
-        members: the engines; the fleet changes their states, and calls `grant` then.
-        no_engine_error: the error to raise where no member serves or ever will again, else None.
+        members: the engines; the fleet calls `grant` after each change of their states.
+        no_engine_error: returns the error to raise if no member can serve again, otherwise None.
     """
 
     def __init__(
@@ -116,16 +117,16 @@ class Router:
         self._no_engine_error = no_engine_error
         self._waiting: deque[_Waiting] = deque()
         self._homes: dict[Hashable, Member] = {}
-        # called when an engine may have room that it had not before
+        # Called when an engine may have gained room.
         self.on_room: Callable[[], None] = lambda: None
 
     async def lease(self, *keys: Hashable, room: int) -> Lease:
         """Wait for a serving engine with room for a call.
 
-        There is no limit to the wait: the caller has one. Raises NoEngineLeft.
+        The caller limits the wait. Raises NoEngineLeft.
 
         Args:
-            keys: calls with the same key share a prefix; the key of the longest comes first.
+            keys: calls with the same key share a prefix; the key of the longest prefix comes first.
         """
         if not self._waiting and (member := self._pick(keys, room)) is not None:
             return self._give(member, keys)
@@ -138,23 +139,25 @@ class Router:
         except asyncio.CancelledError:
             granted = waiting.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self.release(granted.result())  # granted while it was cancelled
+                # The lease was granted while this task was being cancelled.
+                self.release(granted.result())
             raise
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back: its call has ended, however it did."""
+        """Give a lease back after its call has ended in any way."""
         lease.member.leases.discard(lease)
         self.grant()
 
     def grant(self) -> None:
         """Lease engines to waiting callers as far as there is room.
 
-        They are served in their order, except that an engine takes callers whose prefix it has
-        first: where all are full, conversations would else go on anywhere.
+        Callers are served in order, but an engine first takes callers whose prefix it has.
+        Otherwise conversations would lose their engine whenever all engines are full.
         """
         while self._waiting:
             first = self._waiting[0]
-            if first.granted.done():  # cancelled
+            # Skip cancelled callers.
+            if first.granted.done():
                 self._waiting.popleft()
                 continue
             if self._pick(first.keys, first.room) is not None:
@@ -171,7 +174,7 @@ class Router:
         self.on_room()
 
     def _can_stay(self, waiting: _Waiting) -> bool:
-        """Whether the engine with the caller's prefix has room; any, if none has the prefix."""
+        """Whether the engine with the caller's prefix has room, or any engine if none has it."""
         if waiting.granted.done():
             return False
         home = self._home_of(waiting.keys)
@@ -181,18 +184,18 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        """Callers that wait for a lease."""
+        """The number of callers that wait for a lease."""
         return sum(not waiting.granted.done() for waiting in self._waiting)
 
     def free(self, room: int) -> int:
-        """The number of calls that would be granted at once, with up to `room` a member."""
+        """The number of calls that would be granted now, with up to `room` for each member."""
         free = sum(
             max(0, room - len(m.leases)) for m in self._members if m.health.state is State.SERVING
         )
         return max(0, free - self.waiting)
 
     def home(self, key: Hashable) -> str | None:
-        """The name of the engine that the newest call of `key` went to."""
+        """The name of the engine that got the newest call of `key`."""
         member = self._homes.get(key)
         return None if member is None else member.name
 
@@ -200,7 +203,8 @@ class Router:
         lease = Lease(member, member.health.starts)
         member.leases.add(lease)
         for key in keys:
-            self._homes.pop(key, None)  # to the end: the oldest are forgotten first
+            # Move the key to the end, so that the oldest keys are dropped first.
+            self._homes.pop(key, None)
             self._homes[key] = member
             if len(self._homes) > HOMES:
                 del self._homes[next(iter(self._homes))]
@@ -219,6 +223,6 @@ class Router:
         )
 
     def _home_of(self, keys: Sequence[Hashable]) -> Member | None:
-        """Return the engine that serves and has the longest prefix of a call."""
+        """Return the engine with the call's longest prefix, if it serves."""
         home = next((self._homes[key] for key in keys if key in self._homes), None)
         return home if home is not None and home.health.state is State.SERVING else None

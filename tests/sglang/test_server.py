@@ -150,7 +150,7 @@ def test_a_server_that_a_trainer_left_paused_is_told_to_go_on(
     )
     assert served.call(ask(served.url, "/ready", None))[0] == 503
     served.call(served.external().start())
-    assert "is told to go on" in caplog.text
+    assert "it is resumed" in caplog.text
     assert one_token(served) == 200
     caplog.clear()
     served.call(served.external().start())

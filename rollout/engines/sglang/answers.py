@@ -1,6 +1,6 @@
 """Decodes answers of a server: completions of /generate, digests of an update.
 
-A completion that does not fit its request is refused: nothing of it may be trained on.
+A completion that does not fit its request is refused, so that nothing of it is trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def decode(
     """Return the `request.n` completions in order.
 
     Args:
-        mark: which the names of our versions end with; see `version_name`.
+        mark: the ending of our versions' names; see `version_name`.
 
     Raises EngineFailed, naming engine and request, for any other answer.
     """
@@ -44,15 +44,15 @@ def decode(
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise EngineFailed(
-            f"engine {engine} answered request {request.rid} with what is no completion: {why}"
+            f"engine {engine} returned an invalid completion for request {request.rid}: {why}"
         ) from error
 
 
 def version_name(version: int, mark: str) -> str:
-    """The name under which a server knows a version of our weights.
+    """The name of a version of our weights at a server.
 
     Args:
-        mark: of this trainer: another one's versions have the same numbers.
+        mark: distinguishes this trainer from others, whose versions have the same numbers.
     """
     return f"{version}{mark}"
 
@@ -74,7 +74,7 @@ def _completion(
     matched = meta["finish_reason"].get("matched")
     if reason == "stop" and isinstance(matched, int) and tokens[-1] != matched:
         raise ValueError(
-            f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}"
+            f"it reports a stop at token {matched}, but the last token is {tokens[-1]}"
         )
     logprobs = _logprobs(meta.get("output_token_logprobs") or [], part["output_ids"])
     sets = None
@@ -100,8 +100,8 @@ def _completion(
 
 
 def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    # array() refuses what is no whole number, where numpy would round. It, min and max cost little
-    # for short responses.
+    # array() refuses fractions, which numpy would round. array, min and max are fast for short
+    # responses.
     tokens = np.frombuffer(array("i", ids), dtype=np.int32) if ids else NO_TOKENS
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"tokens from {min(ids)} to {max(ids)} of a vocabulary of {vocab_size}")
@@ -143,9 +143,9 @@ def _sampling_mask(
 
 
 def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Experts:
-    """Read the experts of the `given` tokens and of all made but the last.
+    """Read the experts of the `given` tokens and of all made tokens but the last.
 
-    They are empty when the request never ran.
+    The record is empty if the request never ran.
     """
     if limits.experts is None:
         raise ValueError("routed experts of a model without any")
@@ -157,7 +157,7 @@ def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Exp
 def _spans(values: list[dict[str, Any]], made: int, mark: str) -> tuple[VersionSpan, ...]:
     """Read the weight versions, which are our publication numbers.
 
-    An engine that was given no version says `default`, which is refused.
+    An engine without a version reports `default`, which is refused.
     """
     spans = tuple(
         VersionSpan(_number(v["version"], mark), v["start"], v["end"])
@@ -171,7 +171,7 @@ def _spans(values: list[dict[str, Any]], made: int, mark: str) -> tuple[VersionS
 
 
 def _number(name: str, mark: str) -> int:
-    """The number of a version of ours."""
+    """The number in the name of one of our versions."""
     if not name.endswith(mark):
         raise ValueError(
             f"weights of version {name!r}, which this trainer did not publish: another trainer"
@@ -181,10 +181,10 @@ def _number(name: str, mark: str) -> int:
 
 
 def read_digests(engine: str, answer: Any) -> list[str]:
-    """Read the digests of what a server's ranks received in an update, by tensor-parallel rank.
+    """Read the digests of the bytes that each tensor-parallel rank received in an update.
 
     Args:
-        answer: its message has the digests of all ranks, as often as attention is divided.
+        answer: its message repeats the digests of all ranks for each part of divided attention.
     """
     try:
         found, *others = map(json.loads, answer["message"].split(" | "))
@@ -195,6 +195,6 @@ def read_digests(engine: str, answer: Any) -> list[str]:
         return [str(digest) for digest in found]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFailed(
-            f"engine {engine}: it was asked for the digests of what it received, and answered with"
-            f" nonsense: {error!r}"
+            f"engine {engine}: its answer with the digests of the received weights is invalid:"
+            f" {error!r}"
         ) from error

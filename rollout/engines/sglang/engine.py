@@ -1,10 +1,10 @@
 """One SGLang server as a `RolloutEngine`: each step of a publication calls a route of the server.
 
 The order of the calls follows from how the server behaves. Weights take effect bucket by bucket,
-and no route notices that one is missing: `WeightState` does. The server refuses to flush its cache
-while requests run, so that comes last. After an `in_place` pause there is no flush: the cache is
-keyed by the version under which a request began, so later requests do not use old keys and values.
-The version is set at the very end, since the server stamps tokens with it from then on.
+and no route detects a missing bucket: `WeightState` does. The server refuses to flush its cache
+while requests run, so the flush comes last. After an `in_place` pause there is no flush: the cache
+is keyed by the version under which a request began, so later requests do not use old keys and
+values. The version is set at the very end, since the server then stamps tokens with it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import WeightState
 
-# a request that reached the server after one abort of all is ended by the next
+# The next abort ends a request that reached the server after this one.
 ABORT_AGAIN_S = 0.2
-# Of this trainer's versions at its engines, which are all given theirs again by every new trainer.
+# The ending of this trainer's version names. Every new trainer names the versions again.
 MARK = f".{secrets.token_hex(4)}"
-# of /v1/loads: they change when the scheduler has run a batch, and at no other time
+# Counters of /v1/loads that change only when the scheduler has run a batch.
 COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
-# said to each route that loads weights
+# Sent to each route that loads weights.
 KEEP_REQUESTS = {"flush_cache": False, "abort_all_requests": False}
 
 
@@ -52,7 +52,7 @@ class SGLangEngine:
     """`rlcore.interfaces.RolloutEngine`. Use it from one event loop.
 
     Args:
-        server: starts and ends the process, or knows one that runs already.
+        server: starts and ends the process, or connects to a running one.
         model_path: the Hugging Face folder that the trainer started from.
         mark: the names of this trainer's versions end with it.
         tls: `cluster.tls`.
@@ -82,16 +82,17 @@ class SGLangEngine:
         self._tls = tls
         self._pause_gate = PauseGate()
         self._client: ServerClient | None = None
-        # None unless requests go through a router of the user
+        # None unless requests go through the user's router.
         self._router: ServerClient | None = None
         self._generation: Generation | None = None
-        self._device = ""  # "cpu" or "cuda"
+        # The server's device, "cpu" or "cuda".
+        self._device = ""
         self._mode: PauseMode | None = None  # the pause in force
-        self.in_group: str | None = None  # the name of the server's process group for weights
-        self._server_group: str | None = None  # ... even if the connection is another one
-        # whether the server digests what it receives; `rlcore engine`'s and ours do
+        self.in_group: str | None = None  # the server's process group, on this connection
+        self._server_group: str | None = None  # the same, on any connection
+        # Whether the server digests the received weights: one of ours or of `rlcore engine` does.
         self.digests_weights = False
-        # whether it takes calls of several buckets at once, in the buckets' order; the same servers
+        # Whether the server orders concurrent calls of buckets; the same servers do.
         self.queues_buckets = False
 
     # --- life -------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class SGLangEngine:
         """Start the server, unless it runs, and connect to it.
 
         Raises RunFailed or DeadlineExceeded with the last lines of the server's log, EngineFailed
-        for no sglang 0.5.23.
+        if the server is not sglang 0.5.23.
         """
         if self._client is not None:
             return
@@ -129,7 +130,8 @@ class SGLangEngine:
         info = await self._running.get("/server_info")
         try:
             self._device = str(info["device"])
-            states = info.get("internal_states") or [{}]  # a router's answer has none
+            # A router's answer has no internal states.
+            states = info.get("internal_states") or [{}]
             self.digests_weights = weight_updates.SERVER_INFO in states[0]
             self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
         except (IndexError, KeyError, TypeError, ValueError) as error:
@@ -146,9 +148,10 @@ class SGLangEngine:
         await self.server.kill()
 
     async def close(self) -> None:
-        """Ask the server to end; one that is the user's leaves its group. Calls in flight fail."""
+        """Ask the server to end; the user's server only leaves its group. Calls in flight fail."""
         if not self.managed:
-            with suppress(RlcoreError):  # recovery: it has the group's memory until it ends
+            # recovery: the server keeps the group's memory until it ends
+            with suppress(RlcoreError):
                 await within(self.config.health_timeout_s, self._leave_group(), lambda: "")
         await self._leave()
         await self.server.stop()
@@ -196,8 +199,7 @@ class SGLangEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Return `n` completions a request, in order.
 
-        Raises UserError for a request that cannot be served, EngineFailed when the engine is at
-        fault.
+        Raises UserError for a request that cannot be served, EngineFailed if the engine failed.
         """
         try:
             async with self._pause_gate:
@@ -215,12 +217,13 @@ class SGLangEngine:
                     )
         except EngineFailed as error:
             raise await self._explained(error) from error
-        if self._router is None:  # else another engine may have answered
+        # Behind a router another engine may have answered.
+        if self._router is None:
             check_versions(self.name, answers, oldest, self.weights.version)
         return answers
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
-        """End requests now: those of these ids, or all. A router's engine is not known: none."""
+        """End the requests of these ids, or all. Behind a router, ids have no effect."""
         if rids is None:
             await self._control("/abort_request", {"rid": "", "abort_all": True})
         elif self._generation is not None and self._router is None:
@@ -244,8 +247,8 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generation and return when it has stopped. New requests wait until `resume`.
 
-        `drain` lets the requests in flight finish, `abort` ends them. After `resume`, `retract` has
-        the server compute their keys and values again, and `in_place` goes on with the old ones. A
+        `drain` lets the requests in flight finish, `abort` ends them. After `resume`, `retract`
+        makes the server compute their keys and values again, and `in_place` keeps the old ones. A
         second pause does nothing.
         """
         self._pause_gate.close()
@@ -273,7 +276,7 @@ class SGLangEngine:
             await self._pause_gate.empties_within(ABORT_AGAIN_S)
 
     async def resume(self) -> None:
-        """Go on generating. Raises EngineFailed unless the weights have a version."""
+        """Continue generation. Raises EngineFailed unless the weights have a version."""
         self.weights.require_ready()
         await self._control("/continue_generation", {})
         self._mode = None
@@ -293,13 +296,14 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
             raise
-        except EngineFailed:  # recovery: a trainer that died has left its update open
+        except EngineFailed:  # recovery: close the update that a dead trainer has left open
             await self._control("/end_weight_update", {})
             await self._control("/begin_weight_update", {"selector": "all"})
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        with suppress(EngineFailed):  # recovery: it was started again, and is in none
+        # recovery: a restarted server is in no group
+        with suppress(EngineFailed):
             await self._leave_group()
         self.in_group = self._server_group = address.name
         await self._control(
@@ -369,7 +373,8 @@ class SGLangEngine:
 
         The server's machine must have it under the same path.
         """
-        self.weights.open_buckets()  # raises if no update is open
+        # Raises EngineFailed if no update is open.
+        self.weights.open_buckets()
         await self._control(
             "/update_weights_from_disk",
             {"model_path": str(folder), "load_format": "safetensors", **KEEP_REQUESTS},
@@ -377,7 +382,7 @@ class SGLangEngine:
         self.weights.received_all()
 
     async def end_update(self) -> None:
-        """Close the update. Raises EngineFailed if a bucket is missing, which leaves it stale."""
+        """Close the update. Raises EngineFailed, and stays stale, if a bucket is missing."""
         self.weights.check_whole()
         await self._control("/end_weight_update", {})
         self.weights.end()

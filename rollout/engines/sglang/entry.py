@@ -1,9 +1,9 @@
 """Starts stock SGLang: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on stdin.
 
-It is run by path in the engine's environment, which does not have rlcore: it imports nothing of
-ours but files beside it. The JSON may have `api_key`, `admin_key`, `ready_fd` and
-`parent_pid`. When the server answers, one line of JSON goes to `ready_fd`: {"port": ...}, or
-{"error": ...} if an argument is wrong.
+The script is run by path in the engine's environment, which lacks rlcore, so it imports only files
+of its own folder. The JSON may have `api_key`, `admin_key`, `ready_fd` and `parent_pid`. When the
+server answers, one line of JSON is written to `ready_fd`: {"port": ...}, or {"error": ...} if an
+argument is wrong.
 
 Processes that SGLang spawns import this file again, as `__mp_main__`: its top-level statements run
 there too.
@@ -16,8 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
-    # The script's own folder is on the path: its http.py would be imported in place of the standard
-    # library's.
+    # The script's own folder is on the path: its http.py would shadow the standard library's.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
 
 import argparse  # noqa: E402
@@ -43,14 +42,16 @@ PR_SET_PDEATHSIG = 1
 EXIT_BAD_ARGUMENT = 2
 POLL_S = 0.1
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-MEETING = "rlcore"  # scheme of RENDEZVOUS for ranks on several machines: rlcore://host:port
+RENDEZVOUS_SCHEME = (
+    "rlcore"  # scheme of RENDEZVOUS for ranks on several machines: rlcore://host:port
+)
 
 
 def die_with_parent(is_there: Callable[[], bool]) -> None:
     """Have the kernel end this process with its parent.
 
     Args:
-        is_there: whether the parent is still there, asked once the kernel has been told.
+        is_there: whether the parent is still running, asked after the request to the kernel.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -60,15 +61,16 @@ def die_with_parent(is_there: Callable[[], bool]) -> None:
 
 
 def in_our_group() -> bool:
-    """Whether the parent is of our process group. A process that inherits orphans is not."""
+    """Whether the parent is in our process group. A process that inherits orphans is not."""
     return os.getpgid(os.getppid()) == os.getpgrp()
 
 
-def stand_in() -> None:
-    """Install stand-ins, in this process, for modules that do not exist for the CPU."""
+def install_stubs() -> None:
+    """Install stubs, in this process, for modules that do not exist for the CPU."""
     folder = os.path.join(HERE, "cpu")
     if folder not in sys.path:
-        sys.path.append(folder)  # last: a real package comes first
+        # At the end of the path, so that a real package is preferred.
+        sys.path.append(folder)
     importlib.import_module("stand_ins").install()
 
 
@@ -119,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
 
-def serve(arguments: list[str], told: dict[str, Any]) -> None:
+def serve(arguments: list[str], settings: dict[str, Any]) -> None:
     """Run the server until SIGINT or SIGTERM."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.http_server import launch_server
@@ -131,7 +133,7 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
     def init_with_keys(*of: Any) -> Any:
         # Not in the arguments: SGLang logs them, and shows them to every holder of the API key.
         get_context().override(
-            "rlcore", api_key=told.get("api_key"), admin_api_key=told.get("admin_key")
+            "rlcore", api_key=settings.get("api_key"), admin_api_key=settings.get("admin_key")
         )
         return init_tokenizer_manager(*of)
 
@@ -139,70 +141,71 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
     if in_turn(args):
         load_beside("patches/bucket_calls").install(load_beside("../bucket_turns"))
     if args.node_rank > 0:
-        report_without_requests(args, told)
+        report_without_requests(args, settings)
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
         execute_warmup_func=lambda args: warm_up(
             args.url(),
-            told.get("api_key"),
+            settings.get("api_key"),
             generates=not args.is_embedding,
             ca_file=args.ssl_ca_certs,
         ),
-        launch_callback=lambda: report(told, {"port": args.port}),
+        launch_callback=lambda: report(settings, {"port": args.port}),
         run_scheduler_process_func=run_scheduler,
     )
 
 
 def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     """Run a scheduler's process, with our patches."""
-    if os.environ.get(RENDEZVOUS, "").startswith(f"{MEETING}:"):
-        meet_at_one_address()
-    if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
+    if os.environ.get(RENDEZVOUS, "").startswith(f"{RENDEZVOUS_SCHEME}:"):
+        use_store_at_one_address()
+    # SGLang's FP8 kernels for the CPU need AMX.
+    if args.device == "cpu" and args.quantization == "fp8":
         importlib.import_module("stand_ins").install_fp8()
     if args.device == "cpu" and args.attn_dp_size > 1:
         importlib.import_module("stand_ins").install_data_parallel_attention()
-    told = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
+    states = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
     digests = load_beside("../../weight_sync/digests")
-    load_beside("patches/weight_updates").install(digests, told)
+    load_beside("patches/weight_updates").install(digests, states)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(args, *others, **named)
 
 
-def report_without_requests(args: Any, told: dict[str, Any]) -> None:
+def report_without_requests(args: Any, settings: dict[str, Any]) -> None:
     """Report when the ranks of a machine that answers no requests are ready.
 
-    SGLang would listen there for requests about its health, from anyone.
+    This replaces SGLang's health server, which would listen there for requests from anyone.
     """
     from sglang.srt.entrypoints import engine
 
-    engine.launch_dummy_health_check_server = lambda *of: report(told, {"port": args.port})
+    engine.launch_dummy_health_check_server = lambda *of: report(settings, {"port": args.port})
 
 
-def meet_at_one_address() -> None:
-    """Let ranks of several machines meet in a store that listens on the given address alone.
+def use_store_at_one_address() -> None:
+    """Let ranks of several machines join in a store that listens only on the given address.
 
     torch's own `tcp://` listens on every interface.
     """
     from torch.distributed import TCPStore, register_rendezvous_handler
 
     def stores(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        place = urllib.parse.urlsplit(url)
-        asked = dict(urllib.parse.parse_qsl(place.query))
+        parts = urllib.parse.urlsplit(url)
+        asked = dict(urllib.parse.parse_qsl(parts.query))
         rank = int(asked["rank"])
         size = int(asked["world_size"])
-        assert place.hostname is not None
-        assert place.port is not None
+        assert parts.hostname is not None
+        assert parts.port is not None
         descriptor = None
         if rank == 0:
-            family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
-            listener = socket.create_server((place.hostname, place.port), family=family)
+            family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
+            listener = socket.create_server((parts.hostname, parts.port), family=family)
             descriptor = listener.detach()
         yield (
             TCPStore(
-                place.hostname,
-                place.port,
+                parts.hostname,
+                parts.port,
                 size,
                 rank == 0,
                 timeout,
@@ -212,16 +215,16 @@ def meet_at_one_address() -> None:
             size,
         )
 
-    register_rendezvous_handler(MEETING, stores)
+    register_rendezvous_handler(RENDEZVOUS_SCHEME, stores)
 
 
 def in_turn(args: Any) -> bool:
-    """Whether one process hears the calls for all buckets, and so can give them turns."""
+    """Whether one process gets the calls for all buckets, and so can order them."""
     return bool(args.tokenizer_worker_num == 1)
 
 
 def load_beside(name: str) -> Any:
-    """Import a file beside this one, whose folder is not on the path."""
+    """Import a file by its path from here, since this folder is not on the import path."""
     spec = importlib.util.spec_from_file_location(
         f"rlcore_{os.path.basename(name)}", f"{HERE}/{name}.py"
     )
@@ -251,7 +254,8 @@ def warm_up(
     route = "generate" if generates else "classify"
     request = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), headers)
     context = ssl.create_default_context(cafile=ca_file) if url.startswith("https:") else None
-    while True:  # the parent has a deadline
+    # The parent has a deadline for this loop.
+    while True:
         try:
             with urllib.request.urlopen(request, context=context) as answer:
                 answer.read()
@@ -262,7 +266,8 @@ def warm_up(
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(1)  # children end with us
+            # The server's children end with this process.
+            os._exit(1)
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
                 print(
@@ -271,14 +276,15 @@ def warm_up(
                     flush=True,
                 )
                 os._exit(1)
-            time.sleep(POLL_S)  # it does not listen yet
+            # The server does not listen yet.
+            time.sleep(POLL_S)
     get_global_state().tokenizer_manager.server_status = ServerStatus.Up
     return True
 
 
-def report(told: dict[str, Any], line: dict[str, Any]) -> None:
+def report(settings: dict[str, Any], line: dict[str, Any]) -> None:
     """Write one line to the parent, if it gave us a descriptor and no line was written before."""
-    if (fd := told.pop("ready_fd", None)) is not None:
+    if (fd := settings.pop("ready_fd", None)) is not None:
         with os.fdopen(fd, "w") as ready:
             ready.write(json.dumps(line) + "\n")
 
@@ -290,11 +296,12 @@ def main() -> int:
         print(__version__)
         return 0
     given = sys.stdin.buffer.read()
-    if not given:  # the parent is gone, or a person started us by hand
+    # The parent is gone, or the script was started by hand.
+    if not given:
         print("expected JSON on the standard input: {} for a server without keys", file=sys.stderr)
         return EXIT_BAD_ARGUMENT
-    told = json.loads(given)
-    if (parent := told.get("parent_pid")) is not None:
+    settings = json.loads(given)
+    if (parent := settings.get("parent_pid")) is not None:
         die_with_parent(lambda: os.getppid() == parent)
     from sglang.srt.utils import kill_process_tree
     from sglang.version import __version__
@@ -307,15 +314,16 @@ def main() -> int:
             )
         arguments = Parser().check(sys.argv[1:])
     except BadArgument as error:
-        report(told, {"error": str(error)})
+        report(settings, {"error": str(error)})
         print(error, file=sys.stderr)
         return EXIT_BAD_ARGUMENT
-    # the ranks meet in a folder of their own: a TCP store would listen on every interface
+    # The ranks' rendezvous is a folder of their own: a TCP store would listen on every interface.
     with tempfile.TemporaryDirectory(prefix="rlcore-engine-", ignore_cleanup_errors=True) as folder:
         os.environ.setdefault(RENDEZVOUS, f"file://{folder}/ranks")
         try:
-            serve(arguments, told)
-        except KeyboardInterrupt:  # uvicorn passes SIGINT on when it has ended its connections
+            serve(arguments, settings)
+        except KeyboardInterrupt:
+            # uvicorn raises SIGINT again after it has closed its connections.
             pass
         finally:
             kill_process_tree(os.getpid(), include_parent=False)
@@ -326,6 +334,6 @@ def main() -> int:
 if __name__ == "__mp_main__":
     die_with_parent(in_our_group)
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    stand_in()
+    install_stubs()
 if __name__ == "__main__":
     sys.exit(main())

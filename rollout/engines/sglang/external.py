@@ -21,7 +21,7 @@ from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
 
 POLL_S = 1.0
-NO_TOKEN = (1 << 31) - 1  # in no vocabulary: the server's refusal tells the vocabulary's size
+NO_TOKEN = (1 << 31) - 1  # in no vocabulary: the server's refusal names the vocabulary's size
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class ExternalServer:
         while True:
             try:
                 return await client.get("/server_info")
-            except EngineFailed as error:  # it may still be starting
+            except EngineFailed as error:
+                # The server may still be starting.
                 if loop.time() + POLL_S > deadline:
                     raise DeadlineExceeded(
                         f"engine {self.name}: nothing answers at {self.url}"
@@ -152,11 +153,11 @@ class ExternalServer:
         try:
             await client.get("/ready")
             return
-        # recovery: below. A server that is still starting fails, too, and takes no harm from it.
+        # recovery: resume the server, which is harmless while it is still starting
         except EngineFailed:
             logger.warning(
-                "engine %s at %s takes no requests; it is told to go on, as after a trainer that"
-                " died in a publication. Is another still at work with it?",
+                "engine %s at %s takes no requests; it is resumed, in case a trainer died in a"
+                " publication. Does another trainer still use it?",
                 self.name,
                 self.url,
             )
@@ -165,7 +166,7 @@ class ExternalServer:
     async def _check_vocabulary(self, client: ServerClient) -> None:
         """Compare the size of the vocabulary.
 
-        No route tells it. The refusal of a token outside it does, and generates nothing.
+        No route reports it. The refusal of a token outside it does, and generates nothing.
         """
         body = {
             "input_ids": [0],
@@ -180,7 +181,7 @@ class ExternalServer:
         found = re.search(r"valid range is \[0, (\d+)\)", refusal)
         ours = folder_vocab_size(self.model_path)
         if found is None:
-            raise self._other(f"does not tell its vocabulary ({refusal})", f"one of {ours}")
+            raise self._other(f"does not report its vocabulary ({refusal})", f"one of {ours}")
         if int(found[1]) != ours:
             raise self._other(
                 f"has a vocabulary of {found[1]}", f"{ours}, as {self.model_path} has (model.path)"

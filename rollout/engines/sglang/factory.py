@@ -1,4 +1,4 @@
-"""Builds SGLang engines: servers that the run starts, or servers that somebody else runs."""
+"""Builds SGLang engines: servers that the run starts, or servers that the user runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SGLangFactory:
 
     @classmethod
     def build_external(cls, config: Config, name: str, url: str) -> SGLangEngine:
-        """Return the engine `name`, whose server somebody else runs at `url`."""
+        """Return the engine `name`, whose server the user runs at `url`."""
         keys = Keys.from_environment()
         server = ExternalServer(
             name,

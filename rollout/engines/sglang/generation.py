@@ -31,12 +31,12 @@ from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import Limits, answer_bytes, asks_sampling_mask
 
-LEAST_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
-MOST_STOP_STRINGS = 32
+MIN_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
+MAX_STOP_STRINGS = 32
 STOP_PATTERN_BYTES = 256
-SHARED_PROMPT_TOKENS = 64  # from this length on a prompt is computed once for all its samples
+SHARED_PROMPT_TOKENS = 64  # a prompt of this length is computed once for all its samples
 
-# All are sent, as a server may have other defaults.
+# All of these are sent, since a server may have other defaults.
 NEUTRAL = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
@@ -50,7 +50,7 @@ NEUTRAL = {
 class Generation:
     """Generates at one server, over a client that the caller opens and closes.
 
-    Every attempt has ids of its own, so the same request may be sent again at any time, here or to
+    Every attempt has its own ids, so the same request may be sent again at any time, here or to
     another engine. Tokens of an earlier attempt are dropped.
     """
 
@@ -64,12 +64,13 @@ class Generation:
     ) -> None:
         self.client = client
         self.limits = limits
-        self.mark = mark  # of our versions
+        # The ending of our versions' names.
+        self.mark = mark
         self.through_router = through_router
-        # tells our requests from those of other clients, and of this process before a restart
+        # Distinguishes our requests from those of other clients and of earlier processes.
         self._life = secrets.token_hex(4)
         self._attempts = itertools.count()
-        # by the request's id: the ids of the samples that are at the server
+        # Request id -> ids of its samples at the server.
         self._sent: dict[str, list[str]] = {}
 
     @classmethod
@@ -87,7 +88,7 @@ class Generation:
     ) -> list[Completion]:
         """Return the `n` completions of a request, in order.
 
-        Responses that are too long to go on here count as aborted.
+        Responses that are too long to continue here count as aborted.
 
         Args:
             cache_key: requests share keys and values only if they have the same cache key.
@@ -95,10 +96,10 @@ class Generation:
         Raises:
             UserError: the server cannot serve the request. Either nothing was sent, or the message
                 is the server's.
-            EngineFailed: the server died, hangs, or answered what is no completion.
+            EngineFailed: the server died, hangs, or returned an invalid completion.
         """
         check_request(request, self.limits)
-        # A response that was aborted close to its end may be too long a prompt to go on.
+        # A response that was aborted close to its end may exceed the limit of prompts.
         places = [
             place
             for place in range(request.n)
@@ -154,7 +155,7 @@ class Generation:
             return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
         except (KeyError, TypeError) as error:
             raise EngineFailed(
-                f"engine {self.client.name} answered request {request.rid} with what is no prefill"
+                f"engine {self.client.name} returned an invalid prefill for request {request.rid}"
             ) from error
 
     async def _send(self, request: GenerateRequest, body: dict[str, Any]) -> Any:
@@ -191,7 +192,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
             f"{what}: the prompt has {len(request.prompt)} tokens, the server takes"
             f" {limits.prompt_tokens} at most"
         )
-    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise UserError(
             f"{what}: SGLang draws greedily at a temperature of {sampling.temperature:g}: say"
             " temperature 0"
@@ -223,9 +224,9 @@ def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
             f"{what}: stop token {outside[0]} lies outside the model's vocabulary of"
             f" {limits.vocab_size}"
         )
-    if len(sampling.stop) > MOST_STOP_STRINGS:
+    if len(sampling.stop) > MAX_STOP_STRINGS:
         raise UserError(
-            f"{what}: SGLang takes {MOST_STOP_STRINGS} stop strings, got {len(sampling.stop)}"
+            f"{what}: SGLang takes {MAX_STOP_STRINGS} stop strings, got {len(sampling.stop)}"
         )
     for text in sampling.stop:
         if not text or len(stop_pattern(text).encode()) > STOP_PATTERN_BYTES:
@@ -297,7 +298,7 @@ def tokens(*parts: NDArray[np.int32]) -> NDArray[np.int32]:
 def rid(request: GenerateRequest, attempt: str) -> str:
     """Make an id that no other id begins with.
 
-    SGLang aborts all requests whose ids begin with the one that it is told.
+    SGLang aborts all requests whose ids begin with the given one.
     """
     return f"{request.rid}.{attempt}."
 

@@ -23,22 +23,22 @@ from rlcore.tls import engine_client, refused_engine
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.json_client import read_answer
 
-# Below the 5 s after which SGLang closes an idle connection: a request must never be written into
-# one that just closes.
+# Below the 5 s after which SGLang closes an idle connection: a request must never be written to a
+# connection that is being closed.
 KEEP_ALIVE_S = 3.0
 JOINED_BYTES = 1 << 16  # a larger body is sent in parts, as fast as the server takes them
-CONTROL_BYTES = 64 << 20  # of an answer that is no completion
-QUOTED = 500  # characters of a server's own words
-# the keys of `rollout.engine` that limit calls
+CONTROL_BYTES = 64 << 20  # limit of an answer without completions
+QUOTED = 500  # characters quoted from a server's answer
+# The keys of `rollout.engine` that limit calls.
 Limit = Literal["update_timeout_s", "health_timeout_s"]
-ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
+ANOTHER_MAY_SERVE = {408, 429}  # the 4xx that are the server's fault, not the request's
 
 
 class ServerClient:
     """Talks to the server at `url`. Use it from one event loop.
 
-    There are as many connections as there are calls at a time: the caller limits them. Cancelling a
-    call closes its connection, which tells the server that its answer is no longer wanted.
+    Each concurrent call has a connection; the caller limits their number. Cancelling a call closes
+    its connection, upon which the server drops the request.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class ServerClient:
             raise EngineFailed(
                 f"engine {self.name} at {self.url} broke off {route}: {described(error)}"
             ) from error
-        if self._closed:  # an answer without a length ends where we hung up
+        # After `close`, an answer without a length is cut off where we disconnected.
+        if self._closed:
             raise self._is_closed()
         if not 200 <= response.status < 300:
             raise self._refusal(route, response.status, content)

@@ -1,4 +1,4 @@
-"""The limits of one server, and what it reports beside tokens: sampling masks and experts."""
+"""The limits of one server, and what it reports besides tokens: sampling masks and experts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.errors import EngineFailed
 from rollout.engines.checks import ExpertLayers, folder_vocab_size
 
-# Generous bounds of the JSON of a completion: of its frame, of a token with its text and log-prob,
-# of a token in a sampling mask, and of an expert.
+# Generous limits of the bytes of JSON for a completion's frame, a token with its text and log-prob,
+# a token in a sampling mask, and an expert.
 FRAME_BYTES = 1 << 16
 TOKEN_BYTES = 1 << 10
 MASK_BYTES = 12
@@ -23,16 +23,16 @@ class Limits:
     """What one server takes and reports."""
 
     vocab_size: int
-    prompt_tokens: int  # of the longest prompt
-    total_tokens: int  # of prompt and response together
-    sampling_mask_tokens: int  # of the largest sampling mask that it reports
+    prompt_tokens: int  # the longest prompt
+    total_tokens: int  # the longest prompt and response together
+    sampling_mask_tokens: int  # the largest sampling mask that it reports
     experts: ExpertLayers | None = None  # None if it reports no experts
 
     @classmethod
     def of(cls, server_info: Any, model_path: str, engine: str) -> Limits:
         """Read the limits from the answer of /server_info and the model's folder.
 
-        That may take seconds for a model with experts. Raises EngineFailed when the server is no
+        This may take seconds for a model with experts. Raises EngineFailed if the server is not
         sglang 0.5.23.
         """
         try:
@@ -65,7 +65,7 @@ def answer_bytes(request: GenerateRequest, limits: Limits) -> int:
 
 
 def no_sglang(engine: str, error: Exception) -> EngineFailed:
-    """The error for a server whose /server_info lacks what `error` tells."""
+    """The error for a server whose /server_info lacks the entry that `error` names."""
     return EngineFailed(
         f"engine {engine}: its /server_info is not that of sglang 0.5.23: {type(error).__name__}:"
         f" {error}"

@@ -6,7 +6,7 @@ import asyncio
 
 
 class PauseGate:
-    """`async with` it around a call. Use it from one event loop. Who waits here limits the time."""
+    """Use `async with gate` around a call, from one event loop. Callers limit the wait."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -17,7 +17,7 @@ class PauseGate:
 
     async def __aenter__(self) -> None:
         """Wait until the gate is open; from then on the call counts as in flight."""
-        # a call wakes a moment after the gate was opened, when it may be closed again
+        # The gate may be closed again before a waiting call wakes.
         while not self._open.is_set():
             await self._open.wait()
         self.inside += 1
@@ -29,7 +29,7 @@ class PauseGate:
             self._empty.set()
 
     def close(self) -> None:
-        """From now on calls wait."""
+        """Make new calls wait."""
         self._open.clear()
 
     def open(self) -> None:

@@ -30,7 +30,7 @@ from rlcore.tls import server_context
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import EngineNode, Keys
-from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
+from rollout.engines.sglang.entry import RENDEZVOUS, RENDEZVOUS_SCHEME
 from rollout.weight_sync.process_group import interface_of, is_loopback, own_address
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -38,29 +38,31 @@ ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The engine must not inherit the trainer's Python path.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-FLASH_RL_FAMILIES = ("qwen2", "qwen3")  # the models whose loaders declare that they support it
+FLASH_RL_FAMILIES = ("qwen2", "qwen3")  # models whose loaders declare support
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Graphs are released with the rest only if they were captured for that; SGLang copies what they
 # hold to host memory meanwhile.
 RELEASED_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
-# GPUs that a trainer has been on are not equally free, which SGLang else takes for an error.
+# GPUs used by a trainer are not equally free, which SGLang otherwise takes for an error.
 UNEQUAL_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-# Else every kernel that FP8 may need is compiled before the server answers: SGLang says 10 to 20
-# minutes, more than `start_timeout_s`.
+# Otherwise every kernel that FP8 may need is compiled before the server answers. SGLang says this
+# takes 10 to 20 minutes, more than `start_timeout_s`.
 COMPILED_WHEN_NEEDED = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
-# Where there is no compiler, the import of DeepGEMM ends the server, on Hopper and newer.
+# Without a compiler the import of DeepGEMM ends the server, on Hopper and newer.
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 logger = logging.getLogger(__name__)
 
 # A user's own `rollout.engine.server` overrides these.
-DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # else a line for every request
+DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # avoids a log line for every request
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "grammar_backend": "none",
-    "sleep_on_idle": True,  # else the scheduler burns a core that the trainer could use
-    "max_total_tokens": 32768,  # bounds the KV cache
+    # Without this an idle scheduler uses a whole core, which the trainer could use.
+    "sleep_on_idle": True,
+    # Limits the KV cache.
+    "max_total_tokens": 32768,
     # After the start, a tenth of the memory that was free before it must still be free, even if
     # other programs took some meanwhile.
     "mem_fraction_static": 0.9,
@@ -83,17 +85,18 @@ class ManagedServer(ChildServer):
             visible ones.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
         tls: `cluster.tls`, with a certificate.
-        node: this machine's part, where the server is on several.
+        node: this machine's part of a server on several machines.
 
     Raises:
         ConfigError: there is no engine environment, or no server can be started with the device,
             host or arguments of the configuration.
-        ModelError: `model_path` is no Hugging Face folder.
+        ModelError: `model_path` is not a Hugging Face folder.
     """
 
-    # uvicorn stops at it. At SIGTERM SGLang waits for every request, in steps of 5 s.
+    # uvicorn stops at SIGINT. At SIGTERM SGLang waits for every request, in steps of 5 s.
     stop_signal = signal.SIGINT
-    log_lines = 30  # room for a traceback of the scheduler and its parent's last words
+    # Enough for a traceback of the scheduler and the last lines of its parent.
+    log_lines = 30
 
     def __init__(
         self,
@@ -112,7 +115,8 @@ class ManagedServer(ChildServer):
     ) -> None:
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
-        folder_vocab_size(model_path)  # the server would say so in a long log
+        # Check the model here, since the server would bury the error in a long log.
+        folder_vocab_size(model_path)
         check_quantised(config, model_path)
         super().__init__(name, log)
         self.model_path = os.path.abspath(model_path)
@@ -130,15 +134,15 @@ class ManagedServer(ChildServer):
     async def start(self, port: int = 0) -> str:
         """Start the server, and return its URL once it has answered a first request.
 
-        Call it from a thread that lives as long as the server shall. A second call ends what is
-        left of the first server.
+        Call it from a thread that lives as long as the server. A second call ends the remains of
+        the first server.
 
         Args:
-            port: where it listens; 0 stands for a free port.
+            port: the port of the server; 0 stands for a free port.
 
         Raises:
-            ConfigError: `rollout.engine.host` is no address of this machine, or weights go over
-                NCCL, and that of the engines' environment is another one than ours.
+            ConfigError: `rollout.engine.host` is not an address of this machine, or weights go over
+                NCCL and the engines' environment has another version of it.
             UserError: an argument in `rollout.engine.server` that sglang does not know or take.
             RunFailed, DeadlineExceeded: the server ended, or was not ready within
                 `rollout.engine.start_timeout_s`; with the last lines of its log.
@@ -215,7 +219,8 @@ class ManagedServer(ChildServer):
         if self._node is not None:
             for name, value in node_environment(self._node).items():
                 variables.setdefault(name, value)
-        elif is_loopback(self.config.host):  # as the trainer is: nobody else need reach its gloo
+        elif is_loopback(self.config.host):
+            # The trainer is on this machine, so gloo can listen on loopback only.
             variables.setdefault(GLOO_INTERFACE, loopback_interface())
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
@@ -266,19 +271,20 @@ async def check_nccl(engine: str, trainer: str = sys.executable) -> None:
 
 async def _asked(python: str) -> Interpreter:
     """Ask an interpreter. Raises ConfigError if it does not answer, or its torch is broken."""
-    told = await asyncio.to_thread(ask, python, [])
-    if told.broken:
+    found = await asyncio.to_thread(ask, python, [])
+    if found.broken:
         raise ConfigError(
-            f"rollout.engine.python: {python} does not tell the NCCL of its torch: {told.broken}"
+            f"rollout.engine.python: {python} does not report its torch's NCCL: {found.broken}"
         )
-    return told
+    return found
 
 
 def tls_arguments(tls: TLSConfig | None) -> dict[str, str]:
-    """Make SGLang's arguments for TLS. Raises ConfigError where the files do not fit."""
+    """Make SGLang's arguments for TLS. Raises ConfigError if the files do not match."""
     if tls is None:
         return {}
-    server_context(tls)  # SGLang would end with a traceback
+    # Check the files here, since SGLang would end with a traceback.
+    server_context(tls)
     return {
         "ssl_certfile": os.path.abspath(str(tls.certificate_file)),
         "ssl_keyfile": os.path.abspath(str(tls.key_file)),
@@ -294,16 +300,16 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 
 
 def node_environment(node: EngineNode) -> dict[str, str]:
-    """Where this machine's ranks meet those of the others, and how they are reached.
+    """Variables for the rendezvous of this machine's ranks with the others, and for their address.
 
-    By itself gloo takes the interface of the host's name, which may stand for loopback, and SGLang
-    the one that leads to the internet.
+    By default gloo uses the interface of the host name, which may be loopback, and SGLang the
+    interface that leads to the internet.
     """
     try:
         address = own_address(f"http://{node.head}")
     except OSError as error:
-        raise ConfigError(f"--head: there is no way from here to {node.head}: {error}") from error
-    found = {RENDEZVOUS: f"{MEETING}://{node.head}", "SGLANG_HOST_IP": address}
+        raise ConfigError(f"--head: no route leads from here to {node.head}: {error}") from error
+    found = {RENDEZVOUS: f"{RENDEZVOUS_SCHEME}://{node.head}", "SGLANG_HOST_IP": address}
     interface = interface_of(address)
     return found if interface is None else {**found, GLOO_INTERFACE: interface}
 

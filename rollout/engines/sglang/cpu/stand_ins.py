@@ -1,8 +1,7 @@
-"""What stock SGLang needs to run without CUDA, put in place before it is imported. Imports nothing
-of ours.
+"""Stubs that let stock SGLang run without CUDA, installed before it is imported.
 
-`sgl_kernel` beside this file is found where no real one is installed, since its folder comes last
-on the path.
+This file imports nothing from rlcore. The package `sgl_kernel` next to it is found only if no real
+one is installed, since its folder is last on the path.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-_library: torch.library.Library | None = None  # its definitions go with it
+_library: torch.library.Library | None = None  # kept, since its definitions end with it
 
 
 def install() -> None:
-    """Does nothing where there is a GPU."""
+    """Install the stubs; does nothing on a machine with a GPU."""
     if torch.version.cuda is None:
         _define_torchvision_operators()
     if not torch.cuda.is_available():
@@ -24,9 +23,10 @@ def install() -> None:
 
 
 def install_fp8() -> None:
-    """Have SGLang's FP8 linear layers multiply by what their blocks stand for.
+    """Make SGLang's FP8 linear layers multiply by their dequantised blocks.
 
-    On the CPU it has kernels for AMX alone, and refuses. Activations are not quantised here.
+    On the CPU, SGLang has kernels only for AMX and refuses other machines. Activations are not
+    quantised here.
     """
     from sglang.srt.layers.quantization import fp8
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
@@ -47,9 +47,9 @@ def install_fp8() -> None:
 
 
 def install_data_parallel_attention() -> None:
-    """Tell SGLang how long the sequences are with which it pads a data-parallel rank's batch.
+    """Give SGLang the length of the sequences that pad a data-parallel rank's batch.
 
-    Of its kinds of attention torch's own does not.
+    Only its torch-native attention lacks this length.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -57,8 +57,8 @@ def install_data_parallel_attention() -> None:
 
 
 class NoCudart:
-    """`cudaHostRegister` and its like succeed: SGLang pins the buffer of routed experts without
-    asking for the device.
+    """A stub whose functions, such as `cudaHostRegister`, succeed: SGLang pins the buffer of routed
+    experts on every device.
     """
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -66,15 +66,16 @@ class NoCudart:
 
 
 def _define_torchvision_operators() -> None:
-    """PyPI's torchvision has CUDA operators, which cannot be loaded here; its Python part registers
-    fakes of these two.
+    """Define two operators for which the Python part of PyPI's torchvision registers fakes; its own
+    CUDA operators cannot be loaded here.
     """
     global _library
     try:
         build = importlib.metadata.version("torchvision")
     except importlib.metadata.PackageNotFoundError:
         return
-    if _library is None and "+cpu" not in build:  # a build for the CPU defines them itself
+    # A build for the CPU defines the operators itself.
+    if _library is None and "+cpu" not in build:
         _library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

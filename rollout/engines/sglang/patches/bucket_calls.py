@@ -1,11 +1,11 @@
-"""Has SGLang's server take the calls of one update's buckets in their order.
+"""Makes SGLang's server take the calls of one update's buckets in their order.
 
 SGLang 0.5.23 serves a second /update_weights_from_distributed when the first has ended: both wait
-for one lock, in the order in which their bodies have come. Over two connections that need not be
+for one lock, in the order in which their bodies arrive. With two connections this may differ from
 the order of the buckets. So the trainer names the bucket, and a call waits for its turn before it
-waits for the lock. Nothing changes for requests of other clients.
+waits for the lock. Requests of other clients are unaffected.
 
-    request   load_format "...+turn:INDEX", which SGLang itself does not see
+    request   load_format "...+turn:INDEX"; the suffix is removed before SGLang reads it
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install(module: Any) -> None:
     begin = Manager.begin_weight_update
     update = Manager.update_weights_from_distributed
 
-    async def begin_anew(self: Any, *given: Any) -> Any:
+    async def begin_update(self: Any, *given: Any) -> Any:
         turns.begin()
         return await begin(self, *given)
 
@@ -46,5 +46,5 @@ def install(module: Any) -> None:
             return False, str(error)
         return success, message
 
-    Manager.begin_weight_update = begin_anew
+    Manager.begin_weight_update = begin_update
     Manager.update_weights_from_distributed = update_in_turn

@@ -1,25 +1,25 @@
 """Changes how SGLang's schedulers take weights over a process group.
 
-Runs in the engines' environment, which does not have rlcore: it imports nothing of ours. Nothing of
-SGLang changes for requests of other clients.
+This file runs in the engines' environment, which lacks rlcore, and imports nothing from rlcore.
+Requests of other clients are unaffected.
 
-**Digests.** A scheduler computes a digest of all that it receives in an update, and does not wait
-for the digest of a bucket before it takes the next one.
+**Digests.** A scheduler computes a digest of all bytes that it receives in an update, and does not
+wait for the digest of a bucket before it takes the next one.
 
     request   load_format "flattened_bucket+digest:KIND:KEY": as "flattened_bucket", and the bucket
-              goes into the update's digest of this order
+              is added to the update's digest of this order
     request   load_format "digests": no bucket; the answer's message is JSON, the digests of all
               tensor-parallel ranks
 
-**A stream for receiving.** NCCL begins a broadcast when the stream from which it was called has
-done all that came before: with SGLang's own stream the digest of a bucket and its copies into the
-weights, while the network is idle. Here it is called from a stream for receiving alone, so that a
-bucket comes while the GPU loads the one before it. Nothing changes on the CPU.
+**A stream for receiving.** NCCL begins a broadcast when the calling stream has finished its earlier
+work. On SGLang's own stream that is the digest of a bucket and its copies into the weights, while
+the network is idle. Here broadcasts have a stream of their own, so that a bucket arrives while the
+GPU loads the previous one. Nothing changes on the CPU.
 
 **Derived weights.** SGLang 0.5.23 refuses updates of models with copies of their weights that would
-stay old. Before it loads a bucket it goes through all modules of the model several times: 60 % of
-what a bucket costs beside its bytes (96 layers, on a CPU: benchmarks/bucket_costs.py). Its own
-comment says that the answer is certain from the start on. Here it looks once an update.
+stay old. Before each bucket it walks through all modules of the model several times, which is 60 %
+of the fixed cost of a bucket (96 layers, on a CPU: benchmarks/bucket_costs.py). Its own comment
+says that the answer never changes. Here it looks once in each update.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOAD_FORMAT = "flattened_bucket"
 ORDERED = f"{LOAD_FORMAT}+digest:"
 DIGESTS = "digests"
 SERVER_INFO = "rlcore_digests_of_updates"  # among the internal states of /server_info
-NOT_LOADED = "not loaded: "  # in place of a digest, before the reason
+NOT_LOADED = "not loaded: "  # replaces a digest; the reason follows
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -45,7 +45,7 @@ def install(module: Any, others: Collection[str] = ()) -> None:
 
     Args:
         module: digests.py.
-        others: names that the internal states show besides our own.
+        others: names that the internal states show in addition to `SERVER_INFO`.
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput as Answer
     from sglang.srt.managers.scheduler_components.internal_state import (
@@ -112,7 +112,7 @@ def _wrap_manager(manager: Any, answer_of: Any, update: Update) -> None:
             answer = take(self, request)
         finally:
             update.order = None
-        # SGLang sends rank 0's answer alone: nobody would hear of the others' failures
+        # SGLang sends only rank 0's answer, so the digests report the failures of the others.
         if not answer.success:
             update.failure = update.failure or f"{NOT_LOADED}{answer.message}"
         return answer
@@ -125,18 +125,19 @@ class Update:
     """The current update on this rank.
 
     Args:
-        make: of a digest, from its order (`digests.Digest`).
+        make: makes a digest from its order (`digests.Digest`).
     """
 
     def __init__(self, make: Any) -> None:
         self._make = make
         self._digest: Any = None
         self.order: str | None = None  # of the bucket that is being received
-        self.failure = ""  # why a bucket was not loaded
-        self.looked: dict[int, str | None] = {}  # what SGLang found, by the identity of a model
+        # Why a bucket was not loaded.
+        self.failure = ""
+        self.looked: dict[int, str | None] = {}  # id of a model -> SGLang's finding
 
     def digest(self) -> Any:
-        """Return the digest for the bucket that comes next; None if it has no order."""
+        """Return the digest for the next bucket; None if it has no order."""
         if self.order is None:
             return None
         if self._digest is None or self._digest.order != self.order:
@@ -155,7 +156,7 @@ class Update:
 
 
 class ReceivingStream:
-    """A stream of a device for what is received there."""
+    """A stream of a device on which buckets are received."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -163,8 +164,8 @@ class ReceivingStream:
     def receive(self, receive: Callable[[], NamedTensors]) -> NamedTensors:
         """Call `receive` from the stream, and return the views of its one buffer.
 
-        The caller's stream may use them from now on. Their memory is used again when all has run
-        that it was given before the last view was dropped.
+        The caller's stream may use them. Their memory is reused after that stream has finished the
+        work that it had when the last view was dropped.
         """
         if self._stream is None:
             return receive()

@@ -200,7 +200,7 @@ def test_an_engine_that_answers_what_cannot_be_is_replaced(on_site, request_of, 
         [answer] = await site.dispatcher.one(request_of(0))
         assert answer.tokens.tolist() == b.reply(request_of(0), 0)
         assert site.states() == "dead serving"
-        assert "engine a failed: engine a answered request" in caplog.text
+        assert "engine a failed: engine a returned an invalid completion" in caplog.text
         assert why in caplog.text
 
     on_site("ab", use, restart={"backoff_s": 30.0})

@@ -115,7 +115,7 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
     participants = StaticParticipants(engines)
     publication = OneRank(make_config(folder), participants, loop)
-    with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
+    with pytest.raises(PublicationFailed, match=r"bucket 1: .*out of memory"):
         publish_once(publication, model, 1)
     publication.cancel()
     assert engines[0].version is None  # paused, and stale until the whole update

@@ -11,7 +11,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name.startswith("__"):  # Python's own questions about a module
+    # Python itself looks for such attributes of a module.
+    if name.startswith("__"):
         raise AttributeError(name)
 
     def missing(*_: object, **__: object) -> None:

@@ -63,9 +63,9 @@ def test_another_version_is_refused_with_both_and_what_to_do(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("echo no torch here >&2; exit 1", "does not tell .*: exit code 1: no torch here"),
-        ("echo 7", "does not tell .*: exit code 0: it said nothing"),
-        ("exec sleep 60", "does not tell .*: it did not answer within 5 s"),
+        ("echo no torch here >&2; exit 1", "does not report .*: exit code 1: no torch here"),
+        ("echo 7", "does not report .*: exit code 0: it said nothing"),
+        ("exec sleep 60", "does not report .*: it did not answer within 5 s"),
     ],
 )
 def test_an_interpreter_that_does_not_tell_is_named(

@@ -105,6 +105,6 @@ def test_stand_ins_come_behind_real_packages(monkeypatch: pytest.MonkeyPatch) ->
         lambda name: SimpleNamespace(install=lambda: installed.append(name)),
     )
     for _ in range(2):
-        entry.stand_in()
+        entry.install_stubs()
     assert sys.path == ["/site-packages", f"{entry.HERE}/cpu"]
     assert installed == ["stand_ins", "stand_ins"]

@@ -59,7 +59,7 @@ def test_a_server_is_told_to_go_on_only_where_it_takes_no_requests(
     told = [] if ready else [("continue_generation", True)]
     assert asked[-len(told) - 2 :] == [("ready", False), *told, ("generate", False)]
     assert (
-        "engine engine-3 at http" in caplog.text and "is told to go on" in caplog.text
+        "engine engine-3 at http" in caplog.text and "it is resumed" in caplog.text
     ) is not ready
 
 
@@ -86,7 +86,7 @@ def test_a_server_is_told_to_go_on_only_where_it_takes_no_requests(
             {"generate": {"error": "valid range is [0, 99)"}},
             f"has a vocabulary of 99, expected {VOCAB}",
         ),
-        ({"generate": "no such thing"}, "does not tell its vocabulary"),
+        ({"generate": "no such thing"}, "does not report its vocabulary"),
     ],
 )
 def test_another_server_than_the_configuration_speaks_of(

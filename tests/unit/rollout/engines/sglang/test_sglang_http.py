@@ -386,7 +386,7 @@ def test_nothing_is_sent_that_cannot_be_served():
 
 def test_a_prefill_that_is_none():
     with pytest.raises(
-        EngineFailed, match="engine engine-3 answered request 0-0-0-0 with what is no prefill"
+        EngineFailed, match="engine engine-3 returned an invalid prefill for request 0-0-0-0"
     ):
         with_client(
             answering(body="[]"),

@@ -321,9 +321,7 @@ def test_a_machine_of_an_engine_meets_the_others_by_its_address(
     assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=127.0.0.1:20000"} <= {*words}
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     assert there._environment()[GLOO_INTERFACE] == "eth7"
-    with pytest.raises(
-        ConfigError, match=r"--head: there is no way from here to nowhere.invalid:1"
-    ):
+    with pytest.raises(ConfigError, match=r"--head: no route leads from here to nowhere.invalid:1"):
         started("nowhere.invalid:1")._environment()
 
 
