@@ -21,7 +21,7 @@ from rollout.engines.embedded.routed_experts import ExpertTap
 
 ATTENTION = "rlcore_kv_cache"
 BLOCK = 128  # positions: buffers grow by at least this much
-# attention keywords that change the result
+# Keywords of attention that change the result.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
@@ -158,8 +158,8 @@ class CausalLM:
 def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The architecture of `path` with uninitialised weights.
 
-    Built on the meta device: no time goes into random weights, and no global random state is
-    touched, which a trainer in the same process depends on.
+    The module is built on the meta device. This makes no random weights and leaves the global
+    random state alone, on which a trainer in the same process depends.
     """
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"model.path: {path} has no config.json; give a Hugging Face model folder")
@@ -183,7 +183,7 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
             attn_implementation=ATTENTION,
             trust_remote_code=False,
         )
-    # not the buffers: the bias of a router is fp32 in any model
+    # The buffers are not cast: the bias of a router is fp32 in any model.
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module = module.to_empty(device=device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""An embedded engine in a process of its own, as a `RolloutEngine` over HTTP."""
+"""An embedded engine in its own process, as a `RolloutEngine` over HTTP."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ERRORS: dict[str, type[RlcoreError]] = {
 }
 COMPLETIONS_BYTES = 1 << 30  # limit of an answer with completions, and of requests at the server
 CONTROL_BYTES = 64 << 20  # limit of any other answer
-# the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
+# The keys of `rollout.engine` that limit verbs; other verbs have `update_timeout_s`.
 LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
 
 
@@ -60,8 +60,8 @@ class RemoteEngine:
     """`rlcore.interfaces.RolloutEngine` over a server process. Use it from one event loop.
 
     Args:
-        key: the server's; every request carries it.
-        experts: of the model, where records of them are asked for.
+        key: the server's key, which every request carries.
+        experts: the model's experts, if records of them are requested.
         tls: `cluster.tls`.
     """
 
@@ -92,7 +92,7 @@ class RemoteEngine:
         self._version: int | None = None  # of the newest weights
         # The address of the process, once it was started.
         self.url = ""
-        # the process group for weights that the server is in
+        # The server's process group for weights.
         self.in_group: str | None = None
 
     # --- life -------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class RemoteEngine:
     def pid(self) -> int | None:
         return self._server.pid
 
-    # --- the verbs --------------------------------------------------------------------------------
+    # --- verbs ------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
@@ -226,9 +226,9 @@ class RemoteEngine:
     # --- HTTP -------------------------------------------------------------------------------------
 
     async def _call(self, verb: str, body: dict[str, Any] | None = None) -> Any:
-        """The result of a verb.
+        """Return the result of a verb.
 
-        Raises the server's own error, EngineFailed where it died or answers nonsense, EngineHangs.
+        Raises the server's own error, EngineFailed if it died or its answer is bad, EngineHangs.
         """
         session = self._session
         ended = self._server.ended

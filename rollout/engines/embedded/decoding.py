@@ -7,7 +7,7 @@ Prompts are padded on the left, so that every row's newest token is in the same 
     row 1       c d e f | z w v         pad 0
 
 Each prompt is run through the model once; its keys and values are then copied to its samples. A
-response that goes on from a prefix has a text of its own, prompt and prefix; its tokens are the new
+response that continues a prefix has its own text, prompt and prefix; its tokens are only the new
 ones.
 """
 
@@ -85,7 +85,7 @@ class Decoding:
             SamplingMaskRecorder() if any(p.sampling_mask for p in sampling) else None
         )
         self.experts = ExpertLog() if any(p.routed_experts for p in sampling) else None
-        # by the routers in the last forward passes: int16 [A, Q, layers, k]
+        # Choices of the routers in the last forward passes, int16 [A, Q, layers, k].
         self._chosen: list[Tensor] = []
         addresses = [(r.seed, r.draw, r.samples[s.place], r.turn) for r, s in zip(own, slots)]
         self.addresses = np.array(addresses, dtype=np.uint64)
@@ -95,9 +95,9 @@ class Decoding:
         self.logprobs = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        # of the rows still in the batch
+        # The rows still in the batch.
         self.alive = torch.ones(rows, dtype=torch.bool, device=device)
-        # int64 [A]: which rows those are; None while it is all of them
+        # Numbers of these rows, int64 [A]; None while all rows are in the batch.
         self.active: Tensor | None = None
         self.num_alive = rows
         # Tokens made so far by each live row.
@@ -140,7 +140,7 @@ class Decoding:
         self._retire(drawn.tokens)
 
     def drop_cache(self) -> None:
-        """Forget keys and values; the next step computes them again from the tokens."""
+        """Drop keys and values; the next step computes them again from the tokens."""
         self._cache = None
 
     def abort(self) -> None:
@@ -316,7 +316,7 @@ class Decoding:
     # --- the result -------------------------------------------------------------------------------
 
     def completions(self) -> list[Completion]:
-        """Return one completion a slot, in order."""
+        """Return one completion for each slot, in order."""
         tokens = self.tokens.cpu().numpy().astype(np.int32)
         logprobs = self.logprobs.cpu().numpy()
         lengths = self.lengths.tolist()
@@ -360,7 +360,7 @@ class Decoding:
 
 
 def stop_id_table(stop_ids: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Return each row's stop ids, int64 [R, S], filled up with -1, which is no token."""
+    """Return each row's stop ids, int64 [R, S], padded with -1, which is not a token."""
     width = max(1, max(map(len, stop_ids)))
     return torch.tensor(
         [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], dtype=torch.int64, device=device

@@ -69,7 +69,7 @@ class PauseGate:
             return ticket
 
     def leave(self, ticket: int) -> None:
-        """End a call: it has returned or failed."""
+        """Remove a call that has returned or failed."""
         with self._changed:
             self._open_tickets.discard(ticket)
             self._abandoned.discard(ticket)
@@ -161,7 +161,7 @@ class PauseGate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End every call, now and from now on."""
+        """End every call, and refuse new ones."""
         with self._changed:
             self.closed = True
             self._aborted_before = self._next_ticket
@@ -171,8 +171,8 @@ class PauseGate:
 class EmbeddedEngine:
     """`rlcore.interfaces.RolloutEngine` in this process.
 
-    It takes torch's number of threads as it finds it; `config.threads` is for engines in processes
-    of their own.
+    It leaves torch's number of threads unchanged; `config.threads` is for engines in their own
+    processes.
 
     Args:
         model_path: Hugging Face folder; only its config is read, weights come by publication.
@@ -241,7 +241,7 @@ class EmbeddedEngine:
         )
 
     async def kill(self) -> None:
-        """Leave the worker behind; its model is freed when its current work is done."""
+        """Abandon the worker; its model is freed when its current work is done."""
         self._gate.close()
         self._worker.shutdown(wait=False)
         self._model = self._weights = None

@@ -1,4 +1,4 @@
-"""Builds embedded engines: in this process, or each in a process of its own."""
+"""Builds embedded engines: in this process, or each in its own process."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MODULE = "rollout.engines.embedded.server"
 class EmbeddedServer(ChildServer):
     """The `Server` of an embedded engine.
 
-    Use it from one event loop, whose thread lives as long as the process shall.
+    Use it from one event loop, whose thread lives as long as the process.
 
     Args:
-        gpus: names as in CUDA_VISIBLE_DEVICES; if empty, it sees those that we see.
+        gpus: names as in CUDA_VISIBLE_DEVICES; if empty, the process sees the same GPUs as we do.
     """
 
     def __init__(self, config: ServerConfig, log: Path, *, gpus: Sequence[str] = ()) -> None:
@@ -69,8 +69,8 @@ class EmbeddedFactory:
 
     @classmethod
     def build(cls, site: EngineSite) -> Sequence[RolloutEngine]:
-        """Return one engine in this process, so that a debugger reaches it, where the rollout
-        service is in the trainer's; else engines in processes and on GPUs of their own.
+        """Return one engine in this process, for a debugger, if the rollout service is in the
+        trainer's process; otherwise engines in their own processes and on their own GPUs.
         """
         config = site.config
         engine = config.rollout.engine

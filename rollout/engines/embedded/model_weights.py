@@ -28,13 +28,13 @@ class ModelWeights(WeightState):
         self._sizes: dict[UntypedStorage, int] = {}  # bytes of what is released
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._views = {name for name, tensor in self.tensors.items() if id(tensor) not in own}
-        # the layout that the memory follows ...
+        # The layout that the memory follows ...
         self._layout: tuple[Bucket, ...] | None = None
         # ... bucket by bucket, uint8 [num_bytes]
         self._landings: dict[int, Tensor] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Open an update; the engine is stale from here on.
+        """Open an update. The engine is then stale.
 
         Raises ModelError when the names or shapes are not exactly the model's.
         """
@@ -46,9 +46,9 @@ class ModelWeights(WeightState):
     def landing(self, index: int) -> Tensor | None:
         """The memory of bucket `index`, uint8 [num_bytes]: bytes received there need no copy.
 
-        From the first call on the weights of a bucket lie in it one after another. None where that
-        is not possible: a dtype that is not the engine's, experts that the model keeps stacked, a
-        tensor that would not be aligned, another layout than before.
+        After the first call the weights of a bucket are contiguous in this memory. Returns None if
+        that is impossible: a dtype that is not the engine's, experts that the model keeps stacked,
+        a tensor that would not be aligned, another layout than before.
         """
         bucket = self.bucket(index)
         if self._layout is None:

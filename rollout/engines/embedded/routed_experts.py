@@ -44,7 +44,7 @@ class ExpertLog:
     """The records of R responses. A token keeps its first experts, even if recomputed later."""
 
     def __init__(self) -> None:
-        # the record of each row's prompt; samples of a prompt share it
+        # The record of each row's prompt; samples of a prompt share it.
         self._prompts: list[Experts] = []
         # (rows, [A, L, k]) of each response token that was fed
         self._steps: list[tuple[NDArray[np.int64], Experts]] = []

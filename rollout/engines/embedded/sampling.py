@@ -126,11 +126,11 @@ class Drawn(NamedTuple):
 
 
 def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Drawn:
-    """Draw one token a row.
+    """Draw one token for each row.
 
-    Log-probs are those under `logits / temperature`, of the full distribution, or, where the table
-    says so, of the truncated one. `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy rows
-    take the arg max, with log-probs at temperature 1. NaN logits give NaN log-probs.
+    Log-probs are taken under `logits / temperature`, from the full distribution or, if the table
+    says so, from the truncated one. `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy
+    rows take the arg max, with log-probs at temperature 1. NaN logits give NaN log-probs.
     """
     logits = logits.float()
     if table.temperature is not None:
@@ -150,7 +150,7 @@ def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Draw
     chosen = logprobs.gather(-1, tokens)[:, 0]
     if table.truncated is None or kept is None:
         return Drawn(tokens[:, 0], chosen)
-    # cdf ends with the mass of what was kept
+    # The last value of cdf is the mass of the kept tokens.
     renormalised = (chosen.double() - cdf[:, -1].log()).float()
     chosen = torch.where(table.truncated, renormalised, chosen)
     return Drawn(tokens[:, 0], chosen, kept | ~table.truncated[:, None])
@@ -160,7 +160,7 @@ class SamplingMaskRecorder:
     """The sampling masks, in host memory, of R responses that grow by one token a step."""
 
     def __init__(self) -> None:
-        # of each step: the rows that have a mask, ascending
+        # For each step, the rows that have a mask, ascending.
         self._rows: list[NDArray[np.int64]] = []
         self._counts: list[NDArray[np.int64]] = []
         self._tokens: list[NDArray[np.int32]] = []

@@ -59,13 +59,13 @@ class ServerConfig:
     name: str
     model_path: str
     engine: EngineConfig
-    key: str  # every request must carry it
+    key: str  # carried by every request
     dtype: str
     tokenizer: str | None = None
     tls: TLSConfig | None = None
-    # set when the process is started:
-    ready_fd: int = -1  # takes {"port": ...} once it serves
-    parent_pid: int = -1  # it ends when this process does
+    # Set when the process is started.
+    ready_fd: int = -1  # gets {"port": ...} once the server serves
+    parent_pid: int = -1  # the server ends with this process
 
     def to_json(self) -> bytes:
         """Write what `main` reads."""
@@ -80,11 +80,11 @@ class EngineServer:
         self._key = f"Bearer {key}"
         self._group: WeightGroup | None = None
         self._sizes: dict[int, int] = {}  # bucket index -> bytes
-        # the newest bucket: it is being received, or was received last
+        # The newest bucket: being received, or received last.
         self._receiving: asyncio.Future[Tensor] | None = None
-        # the newest bucket is being copied into the model, and its digest computed
+        # Copies the newest bucket into the model, and computes its digest.
         self._applying: asyncio.Future[None] | None = None
-        self._digest: Digest | None = None  # of what the current update has brought
+        self._digest: Digest | None = None  # of the current update's buckets
         self._turns = BucketTurns()
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
@@ -128,7 +128,7 @@ class EngineServer:
             return reply(
                 {"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400
             )
-        # torch: out of memory, a device error; the caller decides what follows
+        # An error of torch, such as out of memory; the caller decides what follows.
         except RuntimeError as error:
             logger.exception("/%s", name)
             return reply({"error": f"{type(error).__name__}: {error}", "type": "RunFailed"}, 500)
@@ -144,7 +144,7 @@ class EngineServer:
     async def _begin_update(self, body: dict[str, Any]) -> None:
         buckets = decode_buckets(body["buckets"])
         self._turns.begin()
-        # a bucket of an update that was given up
+        # The bucket belongs to a cancelled update.
         await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
@@ -162,8 +162,8 @@ class EngineServer:
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
         """Answer when the bucket was received, into the model's memory or a buffer.
 
-        It is copied into the model, and its digest computed, while the next one comes; that call
-        reports a failure of it. Calls may come before the last one was answered.
+        The bucket is copied into the model, and its digest computed, while the next one arrives;
+        the next call reports a failure of that. Calls may arrive before the last one was answered.
         """
         try:
             async with self._turns.take(body["index"]):

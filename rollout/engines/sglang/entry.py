@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         for name in (
             argument.partition("=")[0] for argument in unknown if argument.startswith("--")
         ):
-            # false was written as --no-x
+            # False was written as --no-x.
             name = f"--{name.removeprefix('--no-').removeprefix('--')}"
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""

@@ -58,7 +58,7 @@ class ExternalServer:
     async def start(self) -> str:
         """Wait until the server answers, check it, and return its URL.
 
-        Checked are the version of sglang, the model's type, architecture and vocabulary (its
+        The checks cover the version of sglang, the model's type, architecture and vocabulary (its
         weights come from us), the ranks of the server, and both keys.
 
         Raises:

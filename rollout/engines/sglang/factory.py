@@ -17,7 +17,7 @@ from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
 
-# model types whose classes in SGLang have a head of their own, whatever config.json says
+# Model types whose classes in SGLang have a separate head, whatever config.json says.
 UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
 
 
@@ -102,8 +102,8 @@ class SGLangFactory:
 
 
 def _check_head(folder: str) -> None:
-    """Refuse a model whose embeddings are its head, where SGLang makes another one, which nothing
-    ever writes.
+    """Refuse a model with tied embeddings for which SGLang makes a separate head, which no
+    publication would write.
     """
     config = read_config(folder)
     family = config.get("model_type")
@@ -125,10 +125,10 @@ def _managed_server(
     keys: Keys,
     node: EngineNode | None = None,
 ) -> ManagedServer:
-    # arguments without which SGLang does not do what the rest of the configuration asks
+    # Arguments that the rest of the configuration requires.
     needed = {
         "enable_return_routed_experts": config.policy.routing_replay == "engine",
-        # on a CPU there is nothing to release
+        # On a CPU there is no memory to release.
         "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
     }
     return ManagedServer(

@@ -2,12 +2,11 @@
 
 The `n` samples of a prompt are separate requests in one call: each has its own id, by which it can
 be aborted, and its own random numbers (which SGLang uses only under
-`enable_deterministic_inference`). A long prompt is computed once, by a request for no tokens before
-them: the samples then find its keys and values in the server's cache.
+`enable_deterministic_inference`). A long prompt is computed once, by an earlier request for no
+tokens: the samples then find its keys and values in the server's cache.
 
 A request beyond the server's limits is refused here, before it is sent. A token outside the
-vocabulary would end the server. A request that exceeds its memory would be cut short without a
-word.
+vocabulary would end the server. A request that exceeds its memory would be silently truncated.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Generation:
     async def connect(cls, client: ServerClient, model_path: str, *, mark: str = "") -> Generation:
         """Ask a running server, which serves the model in `model_path`, for its limits.
 
-        Raises EngineFailed when it is no sglang 0.5.23.
+        Raises EngineFailed if it is not sglang 0.5.23.
         """
         info = await client.get("/server_info")
         limits = await asyncio.to_thread(Limits.of, info, model_path, client.name)
@@ -143,7 +142,7 @@ class Generation:
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
-        """Bring the prompt into the server's cache. Returns whether it was aborted."""
+        """Put the prompt into the server's cache. Returns whether the call was aborted."""
         body = {
             "rid": rid(request, self._attempt()),
             "input_ids": tokens(request.prompt),
@@ -159,7 +158,7 @@ class Generation:
             ) from error
 
     async def _send(self, request: GenerateRequest, body: dict[str, Any]) -> Any:
-        """The server's answer to /generate. There is no deadline: the caller has one."""
+        """Return the server's answer to /generate. The caller has the deadline."""
         names = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
         self._sent[request.rid] = names
         try:
@@ -170,7 +169,7 @@ class Generation:
                 del self._sent[request.rid]
 
     def sent(self, rid: str) -> list[str]:
-        """The ids that the server has for the samples of request `rid`, as far as they run."""
+        """The ids at the server of the running samples of request `rid`."""
         return self._sent.get(rid, [])
 
     def _attempt(self) -> str:
@@ -178,7 +177,7 @@ class Generation:
 
 
 def check_request(request: GenerateRequest, limits: Limits) -> None:
-    """Raise UserError for a request that the server would refuse, die of, or misread."""
+    """Raise UserError for a request that the server would refuse, crash on, or misread."""
     check_common(
         request,
         vocab_size=limits.vocab_size,

@@ -1,8 +1,8 @@
-"""The HTTP client of one SGLang server: JSON both ways, a deadline for every call, errors that say
-who is to blame.
+"""The HTTP client of one SGLang server: JSON both ways, a deadline for every call, errors that name
+the side at fault.
 
-aiohttp does the HTTP. This module decides what aiohttp leaves open: nothing is sent twice, no
-redirect is followed, no cookie is kept, and an answer that nothing asked for is used for nothing.
+The module adds rules to aiohttp: nothing is sent twice, no redirect is followed, no cookie is kept,
+and an unrequested answer is dropped.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class ServerClient:
             body: JSON-able; numpy arrays are written as lists.
             limit: the key that limits connecting, sending and the whole answer together; None: the
                 caller cancels the call in time.
-            times: of that limit: the server takes so many calls one after the other.
-            admin: whether the route controls the server, rather than asking it for something.
-            answer_bytes: of the longest answer.
+            times: factor on that limit, for a server that queues so many calls.
+            admin: whether the route controls the server and needs the admin key.
+            answer_bytes: the size of the longest answer.
 
         Raises:
-            UserError: the request itself is bad: in the server's own words.
+            UserError: the request itself is invalid, with the server's reason.
             EngineFailed: the server is dead, in trouble, or answers invalid JSON or too much;
                 EngineHangs after `limit`.
         """
@@ -94,7 +94,7 @@ class ServerClient:
         return await self._call("GET", route, None, "health_timeout_s", admin, CONTROL_BYTES)
 
     async def close(self) -> None:
-        """Calls in flight fail. May be called twice."""
+        """Close the connections; calls in flight fail. May be called twice."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -204,9 +204,9 @@ class ServerClient:
 
 
 class Connector(aiohttp.TCPConnector):
-    """Gives up at once, when it is closed, the connections that it is still making.
+    """Cancels unfinished connections at once when it is closed.
 
-    aiohttp waits for them. The calls of an engine whose machine is gone would hang for minutes.
+    aiohttp waits for them: calls to an engine whose machine is gone would hang for minutes.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -234,15 +234,15 @@ class Connector(aiohttp.TCPConnector):
 
 
 def close_unused(making: asyncio.Task[Any]) -> None:
-    """Close a connection that came to be in the moment in which its call was cancelled."""
+    """Close a connection that was made just as its call was cancelled."""
     if not making.cancelled() and making.exception() is None:
         making.result().close()
 
 
 class AskedResponse(aiohttp.ClientResponse):
-    """Breaks off where bytes lay on the connection before the request was sent.
+    """Refuses an answer if the connection had unread bytes before the request was sent.
 
-    They answer an earlier request or none. aiohttp would take them for the answer.
+    Those bytes do not answer this request, but aiohttp would take them for its answer.
     """
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
@@ -254,9 +254,7 @@ class AskedResponse(aiohttp.ClientResponse):
 async def only_once(
     request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Keeps aiohttp from repeating a GET whose connection broke, which it does with two kinds of
-    errors.
-    """
+    """Keep aiohttp from repeating a GET after its connection broke, as it does for two errors."""
     try:
         return await send(request)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
@@ -264,7 +262,7 @@ async def only_once(
 
 
 def server_words(content: bytes) -> str:
-    """The reason that the server gives, in any of the forms that it has for one."""
+    """The server's reason for an error, in any of its formats."""
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError:

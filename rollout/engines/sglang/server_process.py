@@ -154,7 +154,7 @@ class ManagedServer(ChildServer):
         with held_ports(self.config.host, port, 0) as (port, nccl_port):
             await self.launch(
                 [self.python, str(ENTRY), *self.command_line(port, nccl_port)],
-                self._told,
+                self._standard_input,
                 timeout_s=self.config.start_timeout_s,
                 environment=self._environment(),
             )
@@ -188,7 +188,7 @@ class ManagedServer(ChildServer):
         }
         return [word for name, value in values.items() for word in option(name, value)]
 
-    def _told(self, ready_fd: int) -> bytes:
+    def _standard_input(self, ready_fd: int) -> bytes:
         """Make entry.py's standard input. Other users of the machine cannot see the keys there."""
         return orjson.dumps(
             {
@@ -212,7 +212,7 @@ class ManagedServer(ChildServer):
             variables |= gpu_environment(self.config, variables)
         else:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
-            # by default SGLang gives each rank a NUMA node, and fails if there are too few
+            # By default SGLang gives each rank a NUMA node, and fails if there are too few.
             if self.config.tensor_parallel > 1:
                 ranks = self.config.tensor_parallel // (self._node.nodes if self._node else 1)
                 variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks))
@@ -230,7 +230,7 @@ class ManagedServer(ChildServer):
 def gpu_environment(config: EngineConfig, variables: Mapping[str, str]) -> dict[str, str]:
     """The variables to add, without those that `variables` have already.
 
-    It warns where the server would find no compiler for GPUs.
+    Warns if the server would find no compiler for GPUs.
     """
     added: dict[str, str] = {}
     if config.colocated:
@@ -251,7 +251,7 @@ def gpu_environment(config: EngineConfig, variables: Mapping[str, str]) -> dict[
 async def check_nccl(engine: str, trainer: str = sys.executable) -> None:
     """Raise ConfigError unless both interpreters have the same NCCL.
 
-    Ranks of different versions make no communicator: every publication over NCCL would fail.
+    Ranks with different versions form no communicator: every publication over NCCL would fail.
     """
     theirs, ours = await asyncio.gather(_asked(engine), _asked(trainer))
     if theirs.nccl == ours.nccl != "":
@@ -370,12 +370,12 @@ def engine_python(config: EngineConfig) -> str:
             f"rollout.engine.python: there is no {python}; run scripts/install_sglang.sh, or give"
             " the interpreter of an environment with sglang"
         )
-    # not resolved: Python finds its environment by the link
+    # The link is not resolved, since Python finds its environment by it.
     return os.path.abspath(python)
 
 
 def cores_of_ranks(ranks: int) -> str:
-    """Share this process's cores out, as "0,1|2,3". If there are too few, ranks share one."""
+    """Divide this process's cores among ranks, as "0,1|2,3". Ranks share cores if there are few."""
     cores = sorted(os.sched_getaffinity(0))
     parts = [
         cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
@@ -395,7 +395,7 @@ def held_ports(host: str, *ports: int) -> Iterator[list[int]]:
     a free port, but a server that names one may bind it and listen.
 
     Raises:
-        ConfigError: `host` is no address of this machine, or another program listens on one of
+        ConfigError: `host` is not an address of this machine, or another program listens on one of
             `ports`.
     """
     with ExitStack() as stack:

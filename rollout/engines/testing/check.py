@@ -86,7 +86,7 @@ async def _check(
                 await check(session)
             except ContractError:
                 raise
-            # whatever a user's engine raises that no rule expects
+            # A user's engine may raise errors that no rule expects.
             except Exception as error:
                 got = f"{type(error).__name__}: {error}"
                 raise session.broken(got, "no such error") from error

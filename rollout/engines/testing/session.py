@@ -44,7 +44,7 @@ DEADLINES = Rule(
 
 
 class Session:
-    """An engine, and what a trainer and a rollout service do with it.
+    """An engine with the calls that a trainer and a rollout service make to it.
 
     Args:
         weights: a whole set of the model's weights, by Hugging Face name.
@@ -132,7 +132,7 @@ class Session:
         await self.call("start", self.engine.start(), self.config.rollout.engine.start_timeout_s)
 
     async def health(self) -> dict[str, Any]:
-        """What the engine says of itself."""
+        """Return the engine's own report."""
         return await self.call("health", self.engine.health())
 
     def request(
@@ -222,7 +222,7 @@ class Session:
         self.expect(not failed, f"{what} failed: {'; '.join(failed.values())}", "no failure")
 
     async def close(self) -> None:
-        """Leave nothing behind, whatever state the engine is in."""
+        """Clean up, in whatever state the engine is."""
         if self._transport is not None:
             self._sender.close()
             await self._transport.close()
@@ -230,5 +230,5 @@ class Session:
 
 
 def name_of(error: BaseException) -> str:
-    """How a report shows an error."""
+    """The name of an error in a report."""
     return f"{type(error).__name__}: {describe(error)}"
