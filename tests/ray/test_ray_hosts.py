@@ -46,9 +46,7 @@ class Loading(ChildServer):
         if self.ends_slowly:
             await asyncio.sleep(0.1)
         command = [sys.executable, "-c", LOADS, str(self.may_be_ready)]
-        port = await self.launch(
-            command, self._standard_input, timeout_s=60, environment=os.environ
-        )
+        port = await self.launch(command, self._told, timeout_s=60, environment=os.environ)
         return f"http://here:{port}"
 
     def _told(self, ready_fd: int) -> bytes:
