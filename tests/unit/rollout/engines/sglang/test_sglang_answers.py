@@ -179,7 +179,7 @@ CORRUPT = {
     "a token of 64 bits": ([one((5, 6, 2**63))], "too large"),
     "another stop": (
         [one(reason={"type": "stop", "matched": 6})],
-        "stopped at token 6, but the last one is 7",
+        "stop at token 6, but the last token is 7",
     ),
     "NaN": ([one(output_token_logprobs=rows(-1.0, float("nan"), -1.0))], "NoneType"),
     "positive": (
