@@ -212,7 +212,7 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
         assert reader.seen == writer.seen == sent
         assert list(failed) == [engines[1]]
         assert re.search(
-            r"engine-1: its rank 0 did not receive the weights as they were sent, .*digest sent",
+            r"engine-1: its rank 0 did not receive the weights as they were sent: .*digest sent",
             failed[engines[1]],
         )
         transport.sender.close()
