@@ -117,7 +117,7 @@ class DeltaTransport(Transport):
             if not mine:
                 return (
                     f"engine {engine.name}: no follower of {self._root} named"
-                    f" {engine.url} {limit}: start the engine with `rlcore engine` and the same"
+                    f" {engine.url} {limit}: start it with `rlcore engine` and the same"
                     " rollout.engine.weights_dir, or set rollout.engine.transport to disk"
                 )
             return (
