@@ -1,4 +1,4 @@
-"""Waits with a limit, processes and threads that may hang, and a loop in a thread of its own."""
+"""Deadlines, processes and threads that may hang, and an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rlcore.errors import DeadlineExceeded, RunFailed
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MAX_CALLS = 256  # of users' functions that are not async, side by side
-MAX_HANGING = 1024  # of these that were given up and have not returned
-MAX_OWN = 32  # threads of a loop itself
+MAX_CALLS = 256  # concurrent calls of users' synchronous functions
+MAX_HANGING = 1024  # such calls that were given up and have not returned
+MAX_OWN = 32  # threads of an event loop's own executor
 
 
 # --- waits ----------------------------------------------------------------------------------------
 
 
 async def cancel(*tasks: asyncio.Future[Any], seconds: float | None = None) -> None:
-    """Cancel tasks, and wait for their ends, but not for long."""
+    """Cancel tasks, and wait briefly for their ends."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -40,10 +40,10 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     """The result of `work`, which is cancelled after `seconds`.
 
     Raises:
-        DeadlineExceeded: with the message `describe()`, evaluated before anything is cancelled.
+        DeadlineExceeded: with the message `describe()`, evaluated before the cancellation.
     """
-    # Not asyncio.wait_for: a deadline inside `work` would look like this one, and a task that
-    # resists cancellation would be waited for without limit.
+    # Not asyncio.wait_for: it cannot be told apart from a deadline inside `work`, and it waits
+    # without limit for a task that resists cancellation.
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -55,13 +55,13 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     message = describe()
     await cancel(task)
     if task.done() and not task.cancelled():
-        # retrieve the error, so that asyncio does not log it: the deadline is its cause
+        # retrieve the error, so that asyncio does not log it: it follows from the deadline
         task.exception()
     raise DeadlineExceeded(message)
 
 
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
-    """All results, or the first error, after which nothing of `work` goes on."""
+    """All results, or the first error, after which the rest of `work` is cancelled."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -73,7 +73,7 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
 
 
 async def has_ended(process: asyncio.subprocess.Process, seconds: float) -> bool:
-    """Wait for the end of a process, and return whether it came."""
+    """Wait for the end of a process; return whether it ended."""
     waiting = asyncio.ensure_future(process.wait())
     done, _ = await asyncio.wait({waiting}, timeout=seconds)
     waiting.cancel()
@@ -81,11 +81,11 @@ async def has_ended(process: asyncio.subprocess.Process, seconds: float) -> bool
 
 
 async def kill_process(process: asyncio.subprocess.Process, what: str) -> None:
-    """Kill a process, `what` for the log, and everything that descends from it."""
+    """Kill a process, called `what` in the log, and all its descendants."""
     if process.returncode is None:
-        # in a thread: it looks again and again until nothing is left
+        # in a thread, since it polls until no process is left
         await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
-    # a process that hangs in the kernel, on a dead file server say, is left behind
+    # a process that hangs in the kernel, for example on a dead file server, is left behind
     if not await has_ended(process, REAP_S):
         logger.warning("the %s %d cannot be ended", what, process.pid)
 
@@ -102,7 +102,7 @@ class _Call(Future[Any]):
         self._function = function
 
     def cancel(self) -> bool:
-        """Give the call up; one that runs already goes on unheeded, and frees its place."""
+        """Give the call up; a running call continues unobserved, and frees its slot."""
         if super().cancel():
             return True
         self._executor.give_up(self)
@@ -125,20 +125,25 @@ class DaemonExecutor(ThreadPoolExecutor):
     A running call that is cancelled no longer counts towards `most`.
 
     Args:
-        most: calls that run side by side; others wait.
+        most: limit of concurrent calls; further calls wait.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        super().__init__(1, name)  # asyncio asks for this class; no thread of its own is started
+        # asyncio requires this class; its own threads are never started
+        super().__init__(1, name)
         self._most = most
         self._name = name
         self._changed = threading.Condition()
         self._waiting: deque[_Call] = deque()
-        self._running: set[_Call] = set()  # without those that were given up
-        self._serving = 0  # threads whose call was not given up
-        self._idle = 0  # of these, without a call
+        # running calls, without those given up
+        self._running: set[_Call] = set()
+        # threads whose call was not given up
+        self._serving = 0
+        # serving threads without a call
+        self._idle = 0
         self._closed = False
-        self.given_up = 0  # calls that go on unheeded
+        # calls that were given up and still run
+        self.given_up = 0
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """See `concurrent.futures.Executor.submit`."""
@@ -181,7 +186,7 @@ class DaemonExecutor(ThreadPoolExecutor):
             return call
 
     def give_up(self, call: _Call) -> None:
-        """Let another thread take the place of the one that runs `call`."""
+        """Let another thread replace the one that runs `call`."""
         with self._changed:
             if call in self._running and not call.done():
                 self._running.discard(call)
@@ -191,7 +196,7 @@ class DaemonExecutor(ThreadPoolExecutor):
                     self._serve_more()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for the calls, but not for long: what hangs ends with the process."""
+        """Wait briefly for the calls; a hanging call ends with the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -204,27 +209,27 @@ _own_threads = DaemonExecutor(1 << 20, "program")
 
 
 async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
-    """Return what a function that is not async gives, which runs in a thread.
+    """The result of a synchronous function, which runs in a thread.
 
-    Whoever waits for it may be cancelled: then the call goes on unheeded, in a thread that is
-    replaced and does not keep the process from ending.
+    If the caller is cancelled, the call continues unobserved, in a thread that is replaced and
+    does not keep the process from ending.
 
     Raises:
-        RunFailed: very many such calls have not returned.
+        RunFailed: too many earlier calls have not returned.
     """
     return await _run_in(_threads, functools.partial(function, *given, **named))
 
 
 async def in_own_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
-    """Like `in_thread`, but never waits for a thread: for what waits for other rollouts itself."""
+    """Like `in_thread`, but without waiting for a thread: for calls that wait for rollouts."""
     return await _run_in(_own_threads, functools.partial(function, *given, **named))
 
 
 async def _run_in(threads: DaemonExecutor, call: Callable[[], T]) -> T:
     if threads.given_up >= MAX_HANGING:
         raise RunFailed(
-            f"{threads.given_up} calls of functions that are not async have not returned since"
-            " they were given up; give what they wait for a deadline, or make them async"
+            f"{threads.given_up} calls of synchronous functions have not returned since they were"
+            " given up; give them a deadline of their own, or make them async"
         )
     work = functools.partial(contextvars.copy_context().run, call)
     return await asyncio.get_running_loop().run_in_executor(threads, work)
@@ -236,7 +241,7 @@ async def _run_in(threads: DaemonExecutor, call: Callable[[], T]) -> T:
 def call_on(
     loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float, late: str
 ) -> T:
-    """The result of `work`, which another thread's `loop` runs.
+    """The result of `work`, which runs on another thread's `loop`.
 
     Raises:
         DeadlineExceeded: with the message `late`.
@@ -245,11 +250,12 @@ def call_on(
     try:
         return future.result(seconds)
     except FutureTimeout as error:
-        if future.done():  # the work's own TimeoutError
+        # a TimeoutError of the work itself
+        if future.done():
             raise
         raise DeadlineExceeded(late) from error
     finally:
-        # no effect when done; else (an interrupt, say) the work ends too
+        # a no-op if it is done; otherwise (after an interrupt, say) it ends the work
         future.cancel()
 
 
@@ -258,7 +264,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(DaemonExecutor(MAX_OWN, name))  # for `asyncio.to_thread`
+        # used by `asyncio.to_thread`
+        self.loop.set_default_executor(DaemonExecutor(MAX_OWN, name))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -268,18 +275,18 @@ class LoopThread:
             try:
                 self.loop.run_forever()
                 return
-            # recovery: a plugin's task called sys.exit, which asyncio lets out of the loop; whoever
-            # awaits the task gets the error too
+            # recovery: a plugin's task called sys.exit, which leaves the loop; the error also
+            # reaches the caller that awaits the task
             except (SystemExit, KeyboardInterrupt) as error:
-                logger.warning("a task of a plugin raised %r, which ends nothing here", error)
+                logger.warning("a task of a plugin raised %r, which is ignored here", error)
 
     def call(self, work: Coroutine[Any, Any, T], *, seconds: float, what: str) -> T:
         """Run `work` in the loop and wait for its result.
 
-        `work` keeps its own deadline; `seconds` is the last resort.
+        `work` keeps its own deadline; `seconds` is a last resort.
 
         Raises:
-            DeadlineExceeded: the loop did not answer, because something blocks its thread.
+            DeadlineExceeded: the loop did not answer: its thread is blocked.
         """
         limit = seconds + LOOP_GRACE_S
         late = (

@@ -1,4 +1,4 @@
-"""Failures of rollouts and of rewards: what failed on which prompt, and which are alike."""
+"""Failures of rollouts and rewards: what failed, on which prompt, and which causes are equal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failure:
-    """Says why a rollout was given up, or why a sample has no score."""
+    """Why a rollout was given up, or why a sample has no score."""
 
-    kind: str  # of a rollout see `RolloutFailed`, of a reward "error" or "timeout"
-    what: str  # the workflow or the part of the reward that failed
+    kind: str  # a kind of `RolloutFailed`; for a reward "error" or "timeout"
+    what: str  # the failed workflow or reward part
     where: str  # prompt and draw
     reason: str
     place: str  # ` (file:line in name)`, or empty
@@ -22,12 +22,12 @@ class Failure:
 
     @property
     def alike(self) -> Hashable:
-        """What failures with the same cause have in common."""
+        """A key that failures with the same cause share."""
         return self.what, self.kind, self.place or self.reason
 
 
 def commonest(failures: Iterable[Failure]) -> tuple[Failure, int]:
-    """Return the newest of the failures that occur most often, and how often they do."""
+    """The newest failure of the commonest cause, and the number of its occurrences."""
     found = list(failures)
     ((alike, count),) = Counter(failure.alike for failure in found).most_common(1)
     return next(failure for failure in reversed(found) if failure.alike == alike), count

@@ -1,4 +1,4 @@
-"""Posts JSON to servers that somebody else runs: they may be slow, down, lying or huge."""
+"""Posts JSON to external servers, which may be slow, down, wrong or send too much."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rlcore.boundary.http_server import TooLong, read_at_most
 from rlcore.config.secrets import mask_text
 from rlcore.tls import client_context, refused_certificate
 
-FIRST_PAUSE_S = 0.5  # before the second attempt; doubled from one to the next
+FIRST_PAUSE_S = 0.5  # pause before the second attempt; doubles each time
 MAX_PAUSE_S = 30.0
-TRY_AGAIN = {408, 425, 429}  # of the 4xx: another attempt may succeed
-QUOTED = 200  # characters of a server's own words
+TRY_AGAIN = {408, 425, 429}  # the 4xx statuses after which another attempt may succeed
+QUOTED = 200  # characters quoted from a server's own message
 
 
 class NoAnswer(Exception):
-    """A server gave no answer that can be used.
+    """A server gave no usable answer.
 
     Args:
         again: another attempt may succeed.
-        pause_s: how long the server asks to be left alone before it.
+        pause_s: pause that the server asks for before it.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class NoAnswer(Exception):
 
 
 async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Read the body of an answer; stop, and close its connection, beyond `limit` bytes.
+    """Read the body of an answer; beyond `limit` bytes, stop and close the connection.
 
-    aiohttp itself bounds headers (128 of 8 KiB) and no body.
+    aiohttp itself bounds headers (128 of 8 KiB) but no body.
 
     Raises:
-        TooLong: it has more bytes, or says so.
+        TooLong: the body, or its announced length, exceeds `limit`.
     """
     try:
         return await read_at_most(response.content, response.content_length, limit)
@@ -60,16 +60,16 @@ async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 class JsonClient:
-    """Posts JSON, each attempt with its deadline. Use it from one event loop.
+    """Posts JSON with a deadline for each attempt. Use it from one event loop.
 
     Args:
-        urls: which are asked in turns.
+        urls: servers that are asked in turn.
         where: the configuration key of the servers, for errors.
-        timeout_s: of one attempt.
+        timeout_s: deadline of one attempt.
         retries: attempts after the first.
-        concurrency: requests at a time; a request that pauses between attempts does not count.
-        answer_bytes: longer answers are not read to their end.
-        ca_file: the authorities whose certificates are accepted; None: the system's.
+        concurrency: concurrent requests; a request that pauses between attempts does not count.
+        answer_bytes: limit of an answer's length.
+        ca_file: the accepted certificate authorities; None: the system's.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class JsonClient:
         timeout_s: float | None = None,
         read: Callable[[Any], Any] = lambda answer: answer,
     ) -> Any:
-        """Return the JSON value that a server answers to `body`, or what `read` makes of it.
+        """The JSON value that a server answers to `body`, or what `read` makes of it.
 
         Args:
-            timeout_s: of one attempt, instead of the client's.
-            read: may raise NoAnswer, where another attempt may bring a better answer.
+            timeout_s: deadline of one attempt, instead of the client's.
+            read: may raise NoAnswer, if another attempt may bring a better answer.
 
         Raises:
-            NoAnswer: of the last attempt.
+            NoAnswer: the last attempt failed.
         """
         if self._session is None:
             tls: ssl.SSLContext | Literal[True] = True
@@ -135,9 +135,9 @@ class JsonClient:
                 if not error.again or attempt >= self._retries:
                     raise
                 pause_s = max(error.pause_s, FIRST_PAUSE_S * 2.0 ** min(attempt, 10))
-            # not all at once, on a server that has too much to do
+            # spread the retries on an overloaded server
             await asyncio.sleep(min(pause_s * random.uniform(1.0, 1.5), MAX_PAUSE_S))
-        raise AssertionError("the attempts have an end")
+        raise AssertionError("the loop returns or raises in its last attempt")
 
     async def _attempt(
         self, session: aiohttp.ClientSession, data: bytes, route: str, timeout_s: float
@@ -171,12 +171,13 @@ class JsonClient:
             )
         try:
             return orjson.loads(content)
-        except orjson.JSONDecodeError as error:  # a proxy's page, say
+        except orjson.JSONDecodeError as error:
+            # for example a proxy's error page
             reason = f"{url} answered no JSON ({error}): {_quoted(content)}"
             raise NoAnswer(reason, again=True) from error
 
     async def close(self) -> None:
-        """Calls in flight fail. May be called twice."""
+        """Close the client; calls in flight fail. May be called twice."""
         if self._session is not None:
             await self._session.close()
 

@@ -1,4 +1,4 @@
-"""Parts that the configuration names: built in, or the user's `package.module:name`."""
+"""Objects that the configuration names: built in, or the user's `package.module:name`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
     """Return `known[name]`, or the object at the import path `name`.
 
     Raises:
-        ConfigError: neither; names the configuration `key` and the nearest known name.
+        ConfigError: there is neither; names the configuration `key` and the nearest known name.
     """
     if name in known:
         return known[name]
@@ -26,7 +26,8 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
         found = import_object(name)
     except NoSuchName as error:
         raise ConfigError(f"{key}: {name!r}: {module_name} has no {attribute!r}") from error
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:
+        # the import of a user's module may raise anything
         raise ConfigError(
             f"{key}: {name!r}: cannot import {module_name}: {type(error).__name__}: {error}"
         ) from error
@@ -38,14 +39,14 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Say that a name is none of those known, and which is near."""
+    """The message that a name is unknown, with the nearest known name."""
     near = difflib.get_close_matches(name, known := sorted(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{name!r} is unknown{hint} (known: {', '.join([*known, 'package.module:name'])})"
 
 
 def failure_of(error: BaseException) -> RolloutFailed:
-    """Return what an exception of the user's code makes of its rollout."""
+    """The RolloutFailed for an exception of the user's code."""
     kind = "error"
     if isinstance(error, SystemExit | KeyboardInterrupt):
         kind = "exit"

@@ -1,7 +1,7 @@
 """The rollout service: prompts -> workflow -> engines -> reward -> filters -> samples of a step.
 
-The trainer's rank 0 drives it synchronously. Everything asynchronous happens in one thread, whose
-loop also carries the engine clients.
+The trainer's rank 0 drives it synchronously. Everything asynchronous runs in one thread, whose loop
+also carries the engine clients.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PendingWork(Generic[T]):
-    """Work of the rollout loop that the trainer waits for, over several calls if need be.
+    """Work of the rollout loop that the trainer waits for, over several calls if necessary.
 
-    It goes on while the trainer leaves it alone to bring an engine its weights.
+    The work continues while the trainer publishes weights to an engine between calls.
     """
 
-    what: str  # for messages, as "the rollouts of step 3"
+    what: str  # name in messages, such as "the rollouts of step 3"
     task: asyncio.Task[T]
     began: float = field(default_factory=time.perf_counter)
 
@@ -69,9 +69,9 @@ class RolloutService:
     Construction checks; `start` starts engines and reward workers.
 
     Args:
-        prompts: those of training, of `rlcore.data.loading.load_prompts`.
+        prompts: training prompts from `rlcore.data.loading.load_prompts`.
         greedy_baseline: give every prompt of a step one more response, at temperature 0, that only
-            serves as the `baseline_reward` of its samples: it is not among them, is not counted in
+            gives the `baseline_reward` of its samples: it is not trained on, is not counted in
             episodes, and no filter sees it.
 
     Raises:
@@ -130,15 +130,19 @@ class RolloutService:
             self._filters,
             self._versions,
             steps=total_steps(config, len(self.prompts)),
-            busy_s=lambda: self._dispatcher.busy_s,
+            busy_seconds=lambda: self._dispatcher.busy_s,
         )
         self.fleet.router.on_room = self._collector.wake
-        self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
-        self._restored_step = 0  # the last step that was handed over before `restore`
+        # the state after the newest step that the trainer has
+        self._snapshot = self._collector.snapshot()
+        # the last step handed over before `restore`
+        self._restored_step = 0
         self._pending: PendingWork[Any] | None = None
         self._showing: Future[None] | None = None
-        self._seen = self._so_far()  # at the last hand-over
-        self._seen_failures = self._training.attempts.failed.copy()  # likewise
+        # counters at the last hand-over
+        self._seen = self._so_far()
+        # failure counts at the last hand-over
+        self._seen_failures = self._training.attempts.failed.copy()
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
@@ -146,10 +150,10 @@ class RolloutService:
         """Start engines and reward workers, and wait until they answer.
 
         Args:
-            again: this service takes the place of a lost one; see `Fleet.start`.
+            again: this service replaces a lost one; see `Fleet.start`.
 
         Raises:
-            RunFailed: one of them did not start; the service is closed then, as for the next.
+            RunFailed: an engine or worker did not start; the service is closed then.
             ConfigError: a prompt does not fit into an engine.
         """
         run = self._config.run
@@ -167,7 +171,7 @@ class RolloutService:
             raise
 
     def _check_length(self, engine: RolloutEngine) -> None:
-        """Refuse prompts that leave no room for a response in an engine that just started."""
+        """Refuse prompts that leave no room for a response in a newly started engine."""
         total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
         if total is None:
             return
@@ -180,7 +184,7 @@ class RolloutService:
             if longest + response > total:
                 raise ConfigError(
                     f"engine {engine.name} takes {total} tokens of prompt and response (its context"
-                    f" and KV pool), and the longest prompt has {longest} beside"
+                    f" and KV pool), and the longest prompt has {longest} in addition to"
                     f" {key}.max_new_tokens ({response}): set data.max_prompt_tokens to"
                     f" {total - response}, or give the engine more memory"
                 )
@@ -193,19 +197,19 @@ class RolloutService:
     def next_step(self, step: int) -> StepRollouts | None:
         """The samples of `step`: `prompts_per_step` groups that passed the filters, in draw order.
 
-        None when an engine waits for the weights; the groups are collected on, and the next call
-        waits for the same ones.
+        None if an engine waits for weights; collection continues, and the next call waits for the
+        same groups.
 
         Raises:
-            DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who
-                was waited for.
-            EmptyBatch: the filters leave too little.
+            DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s` passed;
+                names what the call was waiting for.
+            EmptyBatch: the filters leave too few groups.
             TooManyFailed: see `rollout.max_failed` and `reward.max_failed`.
-            NoEngineLeft: none serves, and none can be started again.
+            NoEngineLeft: no engine serves, and none can be restarted.
             RunFailed: an engine or workflow failed.
 
-        With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since
-        the last step is raised, and only its own draws are.
+        With `max_staleness` 0 the draws of a failed step are requeued. Otherwise a failure since
+        the last step is raised, and only its own draws are requeued.
         """
         found = self._wait_for(
             lambda: self._collector.collect(step),
@@ -255,13 +259,13 @@ class RolloutService:
         late: str,
         describe_wait: Callable[[], str],
     ) -> tuple[T, float] | None:
-        """The result of `work` and its seconds; None when an engine waits for weights before.
+        """The result of `work` and its seconds; None if an engine waits for weights first.
 
-        The first call begins the work; after None, the next one goes on waiting for it.
+        The first call starts the work; after None, the next call continues to wait for it.
 
         Args:
-            late: what the message of its deadline says has not happened.
-            describe_wait: names what is waited for.
+            late: what has not happened, for the deadline's message.
+            describe_wait: names what the call was waiting for.
         """
         limit = self._config.rollout.timeout_s
 
@@ -285,7 +289,7 @@ class RolloutService:
         return result, time.perf_counter() - pending.began
 
     async def _done_before_catch_up(self, task: asyncio.Task[Any]) -> bool:
-        """Whether `task` is done; waits for that, or until an engine waits for weights."""
+        """Wait until `task` is done or an engine waits for weights; whether `task` is done."""
         waiting = asyncio.ensure_future(self.fleet.wait_for_stale())
         try:
             await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -294,7 +298,7 @@ class RolloutService:
         return task.done()
 
     def abandon(self) -> None:
-        """Give up the step or evaluation that is waited for, if any. From any thread."""
+        """Give up the pending step or evaluation, if any. Callable from any thread."""
         pending = self._pending
         self._pending = None
         if pending is not None and not pending.task.done():
@@ -302,7 +306,7 @@ class RolloutService:
             self._call(work, GIVE_UP_S, f"giving up {pending.what}")
 
     def _dropped(self, done: StepGroups) -> dict[str, float]:
-        """How many draws the step was not trained on, and why."""
+        """Counts of draws that the step was not trained on, by reason."""
         counts = done.drop_counts
         named = {
             "requeued_prompts": counts.requeued,
@@ -317,12 +321,13 @@ class RolloutService:
         return {f"rollout/{name}": float(count) for name, count in named.items()}
 
     def _happened(self) -> dict[str, float]:
-        """What happened since the last hand-over, and how many engines serve."""
+        """Event counts since the last hand-over, and the number of serving engines."""
         before = self._seen
         failed = self._seen_failures
         self._seen = self._so_far()
         self._seen_failures = self._training.attempts.failed.copy()
-        kinds = self._seen_failures - failed  # without those that are 0
+        # subtraction drops kinds whose count is 0
+        kinds = self._seen_failures - failed
         return {
             **{name: now - before[name] for name, now in self._seen.items()},
             **{f"rollout/failed_tries_{kind}": float(count) for kind, count in kinds.items()},
@@ -344,9 +349,9 @@ class RolloutService:
     def evaluate(
         self, sets: Sequence[str] | None = None
     ) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score sets of held-out prompts, by default all; ({}, []) when there are none.
+        """Score sets of held-out prompts, by default all; ({}, []) if there are none.
 
-        None when an engine waits for the weights; the next call goes on waiting, as in `next_step`.
+        None if an engine waits for weights; the next call continues to wait, as in `next_step`.
         """
         if not self._evaluator.chosen(sets):
             return {}, []
@@ -363,21 +368,21 @@ class RolloutService:
     # --- state ------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """The state after the newest hand-over that the trainer knows of.
+        """The state after the newest hand-over that the trainer knows.
 
-        Another may follow while the trainer brings an engine its weights.
+        Another hand-over may follow while the trainer publishes weights to an engine.
         """
         return {**self._snapshot.encoded(), "held_out": self._evaluator.records()}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
+        """Continue from a snapshot; draws that were in flight at that time are drawn again.
 
         Raises:
             DataError: the prompts are not those of the snapshot.
         """
         state = self._queue.beginning() if state is None else state
         self._evaluator.warn_of_changes(state.get("held_out", {}))
-        # decoded in this thread, since a large buffer would hold up the loop
+        # decode in this thread, since a large buffer would block the loop
         groups = decode(state.get("ahead", {}).get("groups", ()))
         self._call(self._restore(state, groups), CLOSE_ENGINES_S, "restoring the rollout service")
 
@@ -388,17 +393,18 @@ class RolloutService:
         self._restored_step = self.ledger.last_step
 
     def keep_ledger(self, path: Path) -> None:
-        """Append every draw's transitions to `path` from here on."""
+        """Append every draw's transitions to `path` from now on."""
         self._queue.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
     def close(self) -> None:
-        """End the engines' clients, the reward workers and the thread. May be called twice."""
+        """Close the engine clients, the reward workers and the thread. May be called twice."""
         if self.loop.is_closed():
             return
         try:
             self._call(self._stop(), CLOSE_ENGINES_S, "closing the rollout service")
         except DeadlineExceeded as error:
-            logger.warning("%s", error)  # the daemon thread ends with the process
+            # a thread that hangs ends with the process, since it is a daemon
+            logger.warning("%s", error)
         finally:
             self.thread.close()
             self._queue.close()
@@ -424,10 +430,10 @@ class RolloutService:
 
 
 def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase, of: EvaluationSet) -> PromptSet:
-    """The prompts of an evaluation set, tokenised.
+    """The tokenized prompts of an evaluation set.
 
     Raises:
-        ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
+        ConfigError, DataError: a bad row, or labels that a verifier cannot compare.
     """
     config = of.config(config)
     prompts = load_prompts(

@@ -1,7 +1,7 @@
 """Compares the ledger of a run with itself, its newest checkpoint, recorded samples and versions.
 
-Every check yields contradictions in words. Nothing is changed, so a run that goes on may be
-audited too.
+Every check yields contradictions as sentences. The audit changes nothing, so a run in progress can
+be audited too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
             large.
 
     Raises:
-        UserError: it is no run, or has no ledger.
+        UserError: the folder holds no run, or the run has no ledger.
     """
     if not run.config_path.is_file():
         raise UserError(f"{run.path}: no config.yaml in it; expected the folder of a run")
@@ -60,7 +60,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         raise UserError(
             f"{run.path}: no {run.ledger_path.name} in it; runs that generate write one"
         )
-    # A run that goes on writes these last, so they are read first.
+    # A run in progress writes these last, so read them first.
     recorded = run.recorded_steps()
     checkpoint = latest_checkpoint(run.checkpoints)
     found = Audit()
@@ -103,11 +103,11 @@ def _lost(history: History) -> tuple[dict[str, int], dict[str, int]]:
     return dict(reasons), dict(kinds)
 
 
-# --- the ledger with itself and with the checkpoint -----------------------------------------------
+# --- ledger and checkpoint ------------------------------------------------------------------------
 
 
 def check_steps(history: History) -> Iterator[str]:
-    """Steps follow one another, and each has consumed draws before its cut, and none after it."""
+    """Steps follow one another; each consumed draws before its cut and none after."""
     done = consuming = 0
     for number, entry in history.entries():
         if "ledger" in entry:
@@ -129,7 +129,7 @@ def check_steps(history: History) -> Iterator[str]:
 
 
 def check_rows(history: History) -> Iterator[str]:
-    """A draw that is made again has the row that the curriculum chose for it at first."""
+    """A draw that is repeated has the row that the curriculum first chose for it."""
     chosen: dict[int, int] = {}
     for number, draw, row in _choices(history):
         before = chosen.setdefault(draw, row)
@@ -140,7 +140,7 @@ def check_rows(history: History) -> Iterator[str]:
 def _choices(
     history: History, until: JournalPosition | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """(line, draw, row) wherever a curriculum chose a row; none without one."""
+    """(line, draw, row) of each row that a curriculum chose."""
     for number, entry in history.entries(until):
         for draw, row in zip(entry.get("drawn", ()), entry.get("rows", ())):
             yield number, draw, row
@@ -149,14 +149,15 @@ def _choices(
 def _check_curriculum(
     name: str, saved: Mapping[str, Any], history: History, step: int
 ) -> Iterator[str]:
-    """The choices and results of a checkpoint are those of the journal at its cut."""
+    """The checkpoint has the choices and results that the journal has at its cut."""
     cut = history.cuts[step]
     chosen = {draw: row for _, draw, row in _choices(history, cut)}
     for draw, row in saved["rows"]:
         if chosen.get(draw, row) != row:
             yield f"draw {draw} is of row {row} in {name} and of row {chosen[draw]} in the journal"
     entries = [entry for _, entry in history.entries(cut)]
-    if any("ledger" in entry for entry in entries):  # the journal has lost the results before
+    # a ledger inside the journal replaced the entries that held the results
+    if any("ledger" in entry for entry in entries):
         return
     results = sum(len(entry.get("passed", ())) for entry in entries)
     if (kept := num_results(saved["results"])) != results:
@@ -164,7 +165,7 @@ def _check_curriculum(
 
 
 def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
-    """The checkpoint's ledger is that of its cut, and its stream and groups agree with it."""
+    """The checkpoint's ledger equals the journal's at its cut, as do its stream and groups."""
     name = f"the checkpoint of step {checkpoint.step}"
     source = checkpoint.state["source"]
     at_cut = history.at(checkpoint.step)
@@ -196,7 +197,7 @@ def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
         yield f"{name} keeps the groups of draws {_some(groups)}, finished are {_some(finished)}"
 
 
-# --- the ledger with the recordings ---------------------------------------------------------------
+# --- ledger and recordings ------------------------------------------------------------------------
 
 
 def _compare_recordings(
@@ -227,7 +228,7 @@ def _compare_recordings(
 
 
 class PromptsOfRows:
-    """The prompt of each row that a curriculum chose, by the recordings."""
+    """The prompt of each row that a curriculum chose, taken from the recordings."""
 
     def __init__(self, history: History) -> None:
         self._rows = {draw: row for _, draw, row in _choices(history)}
@@ -247,7 +248,7 @@ class PromptsOfRows:
 def check_recording(
     step: int, records: Sequence[Mapping[str, Any]], consumed: Sequence[int]
 ) -> Iterator[str]:
-    """The step was trained on the draws that it consumed, and on each sample once."""
+    """The step trained on exactly the draws that it consumed, and on each sample once."""
     recorded = {record["draw"] for record in records}
     if missing := sorted(set(consumed) - recorded):
         yield f"step {step} consumed draws {_some(missing)}, of which no sample is recorded"
@@ -261,11 +262,11 @@ def check_recording(
             yield f"step {step} was trained twice on sample {index} of draw {draw}"
 
 
-# --- the recordings with the versions ------------------------------------------------------------
+# --- recordings and versions ---------------------------------------------------------------------
 
 
 def check_versions(versions: Sequence[Version]) -> Iterator[str]:
-    """Incarnations of the trainer do not go back, and within one of them steps do not."""
+    """Incarnations never decrease, and steps never decrease within an incarnation."""
     for before, after in pairwise(versions):
         if after.incarnation < before.incarnation:
             yield (
@@ -280,9 +281,9 @@ def check_versions(versions: Sequence[Version]) -> Iterator[str]:
 
 
 class Lineage:
-    """Which weights are ancestors of which.
+    """Knows which weights descend from which.
 
-    A trainer that was started again from step r has forgotten the weights of later steps.
+    A trainer that restarted from step r has lost the weights of later steps.
     """
 
     def __init__(self, versions: Sequence[Version]) -> None:
@@ -292,10 +293,10 @@ class Lineage:
     def check(
         self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int | None
     ) -> Iterator[str]:
-        """The tokens of `step` are of ancestors of its weights, and not older than the bound.
+        """The tokens of `step` come from ancestors of its weights, within the staleness bound.
 
         Args:
-            max_staleness: the bound, if it is known.
+            max_staleness: the bound, if known.
         """
         trained = records[0].get("policy_version") if records else None
         if trained not in self._index:
@@ -305,13 +306,13 @@ class Lineage:
         if of != step - 1:
             yield f"step {step} has trained version {trained}, which is of step {of}"
         if self._forgotten(trained, len(self._versions), done=step):
-            yield f"step {step} is recorded of a trainer that was started again from before it"
+            yield f"step {step} was recorded by a trainer that was restarted from an earlier step"
         for version in sorted({span[0] for record in records for span in record["versions"]}):
             if wrong := self._wrong(step, trained, version, max_staleness):
                 yield f"step {step} was trained on tokens of version {version}, {wrong}"
 
     def _wrong(self, step: int, trained: int, version: int, max_staleness: int | None) -> str:
-        """Say why no token of this version belongs into the step; "" if it may be there."""
+        """Why the step may not contain tokens of this version; "" if it may."""
         if version not in self._index:
             return "which was never published"
         made = self._versions[self._index[version]].step
@@ -322,7 +323,7 @@ class Lineage:
         return f"of policy step {made}: rollout.max_staleness was {max_staleness}"
 
     def _forgotten(self, version: int, until: int, *, done: int) -> bool:
-        """Whether an incarnation after `version`, before the index `until`, has done less."""
+        """Whether an incarnation after `version`, before index `until`, restarted below `done`."""
         since = self._versions[self._index[version] : until]
         return any(
             after.step < done

@@ -1,7 +1,7 @@
-"""Reads a ledger's journal as it grows: which lines count, the ledger at any cut, what was dropped.
+"""Reads a growing ledger journal: the lines that count, the ledger at any cut, dropped draws.
 
-The journal of a long run has hundreds of millions of lines. So they stay on the disk: a `History`
-knows which of them count, and reads them again for each question. The commonest are parsed only
+The journal of a long run has hundreds of millions of lines, so they stay on disk. A `History`
+knows which lines count and reads them again for each question. It parses the commonest lines only
 then.
 """
 
@@ -26,13 +26,13 @@ DETAILS: dict[Transition, str] = {
     "requeued": "because",
 }
 DETAIL_TYPES = {"step": (int,), "by": (str,), "kind": (str,), "because": (str, type(None))}
-# what a curriculum adds to each draw of an entry, in the same order
+# the column that a curriculum adds to an entry, with one value for each draw
 OF_EACH: dict[Transition, str] = {"drawn": "rows", "finished": "passed"}
 OF_EACH_TYPES: dict[Transition, type] = {"drawn": int, "finished": str}
 SNAPSHOT_TYPES = {"codes": int, "lengths": int, "filters": str}
-# lines that say only that draws go on
+# beginnings of the frequent lines, which are parsed only when needed
 _PARSED_LATER = (b'{"drawn"', b'{"finished"', b'{"consumed"')
-MAX_DROPPED = 20_000  # dropped draws that are kept in memory
+MAX_DROPPED = 20_000  # dropped draws kept in memory
 Entry = dict[str, Any]
 Moment = tuple[int, Transition, int | str | None, int | None]
 """Of a draw: line number, transition, its detail (see `Record`), line that rewound it."""
@@ -43,7 +43,7 @@ class JournalPosition(NamedTuple):
 
     line: int  # number of the line
     byte: int  # its first byte
-    transitions: int  # lines of transitions before it that count
+    transitions: int  # counting transition lines before it
 
 
 BEGINNING = JournalPosition(1, 0, 0)
@@ -54,52 +54,53 @@ class LineRange(NamedTuple):
 
     begin: JournalPosition
     end: JournalPosition
-    rewound_by: int | None = None  # number of the line that rewound them; None while they count
+    rewound_by: int | None = None  # number of the line that rewound them; None: they count
 
 
 class DroppedDraw(NamedTuple):
-    """A draw that was given up or given back."""
+    """A draw whose group was given up, or that was requeued."""
 
-    step: int  # that was being collected
+    step: int  # the step being collected
     draw: int
     what: str  # "dropped", "failed" or "requeued"
-    why: str  # the filter, the kind of failure, the rule; "" for a draw given back whole
+    why: str  # the filter, failure kind or rule; "" for a draw requeued without loss
     line: int
 
 
 @dataclass
 class History:
-    """Which lines of a journal count, in order."""
+    """The lines of a journal that count, in order."""
 
     path: Path
     rewound: list[LineRange] = field(default_factory=list)
     rewound_transitions: int = 0
     cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})  # by step
-    # line number of a start, step from whose cut the run went on
+    # (line number of a start, step from whose cut the run continued)
     starts: list[tuple[int, int]] = field(default_factory=list)
     # step -> rollout.max_staleness when its batch was handed over
     bounds: dict[int, int] = field(default_factory=dict)
-    # the newest draws that were dropped, failed or requeued, and how many there are by what and
-    # why; those that were rewound too
+    # the newest dropped, failed or requeued draws, and counts of all of them by what and why;
+    # rewound ones are included
     dropped: deque[DroppedDraw] = field(default_factory=lambda: deque(maxlen=MAX_DROPPED))
     dropped_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _max_staleness: int = 0  # of the last start
-    _step: int = 0  # whose cut was passed
-    _counted: list[LineRange] = field(default_factory=list)  # before the last start
-    _begin: JournalPosition = BEGINNING  # behind the last start
+    _max_staleness: int = 0  # value of the last start
+    _step: int = 0  # step of the last cut
+    _counted: list[LineRange] = field(default_factory=list)  # ranges before the last start
+    _begin: JournalPosition = BEGINNING  # position after the last start
     _end: JournalPosition = BEGINNING
 
     def refresh(self) -> None:
         """Read the lines that were added.
 
-        A last line without its newline is left out: it is being written, or was torn by a kill.
+        A last line without a newline is skipped: it is incomplete.
 
         Raises:
-            DataError: the file is missing, or a line is no entry of a journal; names it.
+            DataError: the file is missing, or a line is not a journal entry; names the line.
         """
         if not self.path.is_file():
             raise DataError(f"{self.path}: no such file; a run with rollouts writes it")
-        if self.path.stat().st_size < self._end.byte:  # of a run that was begun again
+        # the file is shorter than before: the run was started again from scratch
+        if self.path.stat().st_size < self._end.byte:
             self.__init__(self.path)  # type: ignore[misc]
         with open(self.path, "rb") as file:
             file.seek(self._end.byte)
@@ -124,14 +125,12 @@ class History:
                 self._end = line_end
 
     def _rewind(self, entry: Entry, line_end: JournalPosition) -> JournalPosition:
-        """Go back to the cut that a start names, or to nothing where it holds the ledger itself."""
+        """Go back to the cut that a start names, or to the beginning if it contains the ledger."""
         start = self._end
         step = entry["start"]
         has_ledger = "ledger" in entry
         if not has_ledger and step not in self.cuts:
-            raise DataError(
-                f"{self.path}:{start.line}: a start from step {step}, of which there is no cut"
-            )
+            raise DataError(f"{self.path}:{start.line}: a start from step {step}, which has no cut")
         cut = BEGINNING if has_ledger else self.cuts[step]
         counted = self.counted
         self.rewound += [
@@ -166,10 +165,10 @@ class History:
         return [*self._counted, LineRange(self._begin, self._end)]
 
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
-        """The transitions, cuts and starts with a ledger that count, with their line numbers.
+        """Counting transitions, cuts, and starts with a ledger, with their line numbers.
 
         Raises:
-            DataError: a line is no entry of a journal; names it.
+            DataError: a line is not a journal entry; names the line.
         """
         for lines in self.counted:
             yield from self._read(lines, until)
@@ -194,10 +193,10 @@ class History:
             ) from None
 
     def at(self, step: int | None = None) -> Ledger | None:
-        """The ledger at the cut of `step`, or at the end; None where there is no such cut.
+        """The ledger at the cut of `step`, or at the end; None if there is no such cut.
 
         Raises:
-            DataError: an entry contradicts those before it, or is none; names its line.
+            DataError: an entry is invalid or contradicts earlier ones; names its line.
         """
         if step is not None and step not in self.cuts:
             return None
@@ -210,7 +209,7 @@ class History:
         return ledger
 
     def life(self, draw: int) -> list[Moment]:
-        """All transitions of one draw, those that count and those that were rewound."""
+        """All transitions of one draw, including rewound ones."""
         return [
             (number, transition, detail, lines.rewound_by)
             for lines in sorted([*self.counted, *self.rewound], key=lambda lines: lines.begin.line)
@@ -228,7 +227,7 @@ def read_journal(path: Path) -> History:
 
 
 def _checked(entry: Any) -> Entry:
-    """Return an entry. Raises ValueError unless it has the shape of one."""
+    """Validate an entry. Raises ValueError for a wrong shape."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     names = [name for name in TRANSITIONS if name in entry]
@@ -241,7 +240,8 @@ def _checked(entry: Any) -> Entry:
         elif not (
             isinstance(ledger, dict)
             and all(_is_list(ledger.get(key), of) for key, of in SNAPSHOT_TYPES.items())
-            and _is_list(ledger.get("settled", []), str)  # older ones have none
+            # journals of older versions lack the key
+            and _is_list(ledger.get("settled", []), str)
         ):
             expected = "a ledger with codes, lengths and filters"
     elif "cut" in entry:
@@ -265,7 +265,7 @@ def _checked(entry: Any) -> Entry:
 
 
 def _is_list(found: Any, *of: type) -> bool:
-    """Whether this is a list of such elements: of one type, or of as many as there are."""
+    """Whether `found` is a list of such elements: all of one type, or one type for each."""
     if not isinstance(found, list):
         return False
     types = [type(one) for one in found]

@@ -30,9 +30,9 @@ STATE_NAMES = {
     REQUEUED: "requeued",
     FAILED: "failed",
 }
-# draws that a snapshot keeps as one string, once all of them are settled
+# number of draws that a snapshot packs into one string, once all of them are settled
 CHUNK = 1024
-MAX_DRAWS = 1 << 28  # that a snapshot run-length codes: unsettled ones, with a few settled
+MAX_DRAWS = 1 << 28  # limit of the run-length coded part: unsettled draws and a few settled ones
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -45,19 +45,20 @@ class Ledger:
                     '----------------> failed: no group could be made of it
 
     Args:
-        record: called with every transition, once it is made.
+        record: called after every transition.
     """
 
     def __init__(self, record: Record = lambda transition, draw, detail: None) -> None:
-        self._codes = array("q")  # by draw
-        # the first chunks, of settled draws alone, which do not change any more
+        # one code for each draw
+        self._codes = array("q")
+        # packed leading chunks that hold settled draws only, and so never change
         self._settled: list[str] = []
         self._filters: list[str] = []
         self._record = record
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Any]) -> Ledger:
-        """The ledger of which `snapshot` was taken."""
+        """The ledger that `snapshot` describes."""
         ledger = cls()
         ledger.restore(snapshot)
         return ledger
@@ -73,7 +74,7 @@ class Ledger:
         """Put draws in flight: new ones in order, or requeued ones.
 
         Args:
-            rows: of the draws, to be recorded where a curriculum chose them.
+            rows: the rows of the draws, recorded if a curriculum chose them.
         """
         for draw, row in zip_longest(draws, rows):
             if draw == len(self._codes):
@@ -83,21 +84,21 @@ class Ledger:
                 self._move("drawn", draw, {REQUEUED}, IN_FLIGHT, row)
 
     def finish(self, draw: int, outcome: str | None = None) -> None:
-        """The group of a draw in flight is made and scored.
+        """Mark the group of a draw in flight as finished: generated and scored.
 
         Args:
-            outcome: how many of its samples pass, to be recorded for a curriculum.
+            outcome: number of samples that pass, recorded for a curriculum.
         """
         self._move("finished", draw, {IN_FLIGHT}, FINISHED, outcome)
 
     def consume(self, draw: int, step: int) -> None:
-        """`step` trains on the finished group of `draw`."""
+        """Mark the finished group of `draw` as consumed by `step`."""
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
         self._move("consumed", draw, {FINISHED}, step, step)
 
     def drop(self, draw: int, filter_name: str) -> None:
-        """A filter refuses the finished group of `draw`."""
+        """Mark the finished group of `draw` as dropped by a filter."""
         new = filter_name not in self._filters
         number = len(self._filters) if new else self._filters.index(filter_name)
         self._move("dropped", draw, {FINISHED}, FIRST_FILTER - number, filter_name)
@@ -105,18 +106,18 @@ class Ledger:
             self._filters.append(filter_name)
 
     def fail(self, draw: int, kind: str) -> None:
-        """The group of a draw in flight is given up for good.
+        """Mark a draw in flight as failed for good.
 
         Args:
-            kind: of the failure: see `rlcore.errors.RolloutFailed`.
+            kind: kind of failure, see `rlcore.errors.RolloutFailed`.
         """
         self._move("failed", draw, {IN_FLIGHT}, FAILED, kind)
 
     def requeue(self, draw: int, reason: str = "") -> None:
-        """A draw in flight or finished goes back to the stream.
+        """Return a draw that is in flight or finished to the stream.
 
         Args:
-            reason: where samples were given up, the rule ("stale", "rolled_back").
+            reason: the rule ("stale", "rolled_back") if its samples were given up.
         """
         self._move("requeued", draw, {IN_FLIGHT, FINISHED}, REQUEUED, reason or None)
 
@@ -137,7 +138,7 @@ class Ledger:
         self._record(transition, draw, detail)
 
     def state(self, draw: int) -> str:
-        """Return a name of STATE_NAMES, "consumed by step S" or "dropped by F"."""
+        """A name of STATE_NAMES, "consumed by step S" or "dropped by F"."""
         return self._name(self._codes[draw])
 
     def _name(self, code: int) -> str:
@@ -148,12 +149,12 @@ class Ledger:
         return STATE_NAMES[code]
 
     def unsettled(self) -> list[int]:
-        """Draws that are in flight or finished, in order: what a restart has to draw again."""
+        """Draws in flight or finished, in order; a restart draws them again."""
         codes = self._array()
         return np.flatnonzero((codes == IN_FLIGHT) | (codes == FINISHED)).tolist()
 
     def requeued(self) -> list[int]:
-        """Draws that went back to the stream, in order."""
+        """Draws that were returned to the stream, in order."""
         return np.flatnonzero(self._array() == REQUEUED).tolist()
 
     def consumed(self) -> dict[int, list[int]]:
@@ -192,8 +193,7 @@ class Ledger:
     def snapshot(self) -> dict[str, Any]:
         """The ledger as JSON.
 
-        Chunks of settled draws are compressed, each once; the few draws behind them are run-length
-        coded.
+        Chunks of settled draws are packed once each; the remaining draws are run-length coded.
         """
         codes = self._array(len(self._settled) * CHUNK)
         while len(codes) >= CHUNK and all_settled(codes[:CHUNK]):
@@ -205,9 +205,11 @@ class Ledger:
         return {"settled": list(self._settled), **tail, "filters": list(self._filters)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a snapshot. Raises ValueError where a draw of it is in no known state."""
-        self._settled = list(state.get("settled", ()))  # older checkpoints have none
-        if sum(state["lengths"]) > MAX_DRAWS:  # before the memory is taken
+        """Restore a snapshot. Raises ValueError if a draw is in no known state."""
+        # checkpoints of older versions lack the key
+        self._settled = list(state.get("settled", ()))
+        # checked before the memory is allocated
+        if sum(state["lengths"]) > MAX_DRAWS:
             raise ValueError(f"{sum(state['lengths'])} draws, expected at most {MAX_DRAWS}")
         try:
             tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
@@ -219,7 +221,7 @@ class Ledger:
 
 
 def all_settled(codes: Codes) -> bool:
-    """Whether each of these draws was consumed, dropped or failed, and so never changes again."""
+    """Whether all of these draws were consumed, dropped or failed: final states."""
     return bool(((codes >= 1) | (codes <= FIRST_FILTER) | (codes == FAILED)).all())
 
 
@@ -229,7 +231,7 @@ def packed(codes: Codes) -> str:
 
 
 def unpacked(word: str) -> bytes:
-    """The codes, 8 bytes each. Raises ValueError for a string that `packed` did not give."""
+    """The codes, 8 bytes each. Raises ValueError for a string not made by `packed`."""
     try:
         content = zlib.decompress(base64.b64decode(word, validate=True))
     except (zlib.error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The prompts of a run, the stream of their draws, and the ledger of what became of each."""
+"""The prompts of a run, the stream of their draws, and the ledger of each draw's state."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ logger = logging.getLogger(__name__)
 class LedgerJournal:
     """Appends every transition of every draw to ledger.jsonl as it happens, and deletes none.
 
-    docs/ledger.md has the format, and what a kill loses. A run has one writer. Transitions that are
-    recorded before `start` are written behind its line.
+    docs/ledger.md describes the format and what a kill loses. A run has one writer. Transitions
+    recorded before `start` are written after its line.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
         self._path = Path()
-        # where the last line of this writer ends; another writer is noticed by it
+        # end of this writer's last line; a different file size reveals another writer
         self._end = 0
-        # entries that are not written yet: all since the last `detach`, or the one that still grows
+        # unwritten entries: all since the last `detach`, or only the one that still grows
         self._unwritten: list[dict[str, Any]] = []
 
     def record(self, transition: Transition, draw: int, detail: int | str | None) -> None:
         """Record the transition of a draw: see `rollout.accounting.ledger.Record`."""
         last = self._unwritten[-1] if self._unwritten else {}
         key = DETAILS.get(transition) or OF_EACH.get(transition, "")
-        each = key in OF_EACH.values() and detail is not None  # every draw has a detail of its own
+        # every draw has its own detail
+        each = key in OF_EACH.values() and detail is not None
         if transition in last and (key in last if each else last.get(key) == detail):
             last[transition].append(draw)
             if each:
@@ -61,17 +62,17 @@ class LedgerJournal:
             del self._unwritten[:number]
 
     def cut(self, step: int) -> None:
-        """Record that the batch of `step` is handed over now, and bring everything to the disk."""
+        """Record that the batch of `step` is handed over now, and sync everything to disk."""
         if self._file is not None:
             self._unwritten.append({"cut": step})
             self.flush()
             os.fsync(self._file)
 
     def detach(self) -> None:
-        """Write nothing before the next `start`, since a state is being restored."""
+        """Write nothing until the next `start`: a state is being restored."""
         self.flush()
         self._release()
-        # recorded since an earlier `detach` that no `start` followed
+        # drop what was recorded since an earlier `detach` without a `start`
         self._unwritten.clear()
 
     def start(
@@ -83,14 +84,14 @@ class LedgerJournal:
         prompts: tuple[int, str],
         max_staleness: int,
     ) -> None:
-        """Go on in `path` from the cut of `step`, at which the ledger was `ledger`, a snapshot.
+        """Continue in `path` from the cut of `step`, where the ledger was the snapshot `ledger`.
 
         Args:
-            prompts: how many there are, and their fingerprint.
+            prompts: their number and their fingerprint.
             max_staleness: the bound for the steps to come.
 
-        A damaged file is set aside, with a warning. A second call before the next `detach` does
-        nothing: a caller that got no answer asks again.
+        A damaged file is set aside with a warning. A repeated call before the next `detach` is a
+        no-op, since a caller without an answer asks again.
         """
         if self._file is not None:
             return
@@ -98,14 +99,15 @@ class LedgerJournal:
         known = _ledger_at(step, path)
         if known is None or not known.same_as(Ledger.of(ledger)):
             logger.warning(
-                "%s has not the ledger of step %d that the checkpoint has: it is written there"
-                " anew",
+                "%s lacks the ledger of step %d that the checkpoint has; the ledger is"
+                " written to it again",
                 path,
                 step,
             )
             entry["ledger"] = ledger
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        sync(path.parent)  # its name is on the disk before the first cut is
+        # the file's name must be on disk before its first cut
+        sync(path.parent)
         cut_torn_line(path)
         self._path = path
         self._end = os.fstat(self._file).st_size
@@ -113,10 +115,10 @@ class LedgerJournal:
         self.flush()
 
     def close(self) -> None:
-        """Write what can be written, and close the file."""
+        """Write the pending entries if possible, and close the file."""
         try:
             self.flush()
-        # recovery: a resume draws again what is not written down
+        # recovery: a resumed run draws again whatever is missing here
         except (OSError, RunFailed) as error:
             logger.warning("the last lines of the ledger could not be written: %s", error)
         self._release()
@@ -127,37 +129,38 @@ class LedgerJournal:
             self._file = None
 
     def _write(self, *entries: Mapping[str, Any]) -> None:
-        """Append entries. Raises RunFailed where the successor of a lost service has written."""
+        """Append entries. Raises RunFailed if another service has written to the file."""
         assert self._file is not None
         content = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
         written = 0
         if (size := os.fstat(self._file).st_size) != self._end:
             raise RunFailed(
                 f"another service writes {self._path}: it has {size} bytes, expected the"
-                f" {self._end} that this one left; this one stops, since their lines would"
-                " contradict each other"
+                f" {self._end} that this service wrote; this service stops, since their lines"
+                " would contradict each other"
             )
         try:
             while written < len(content):
                 written += os.write(self._file, content[written:])
         except OSError:
-            # a full disk: half a line must not stay before later ones
+            # disk full: remove the partial line, so that later lines stay readable
             os.ftruncate(self._file, size)
             raise
         self._end += written
 
 
 def _ledger_at(step: int, path: Path) -> Ledger | None:
-    """The ledger that the journal in `path` has at the cut of `step`, if any."""
+    """The ledger that the journal at `path` has at the cut of `step`, if any."""
     if not path.exists():
         return Ledger() if step == 0 else None
     try:
         return read_journal(path).at(step)
-    except DataError as error:  # recovery: the checkpoint has the ledger
+    except DataError as error:
+        # recovery: use the checkpoint's ledger, and keep the damaged file under another name
         names = (f"{path.name}.damaged{f'.{n}' if n > 1 else ''}" for n in count(1))
         aside = next(a for a in map(path.with_name, names) if not a.exists())
         logger.warning(
-            "%s; it is set aside as %s, and the ledger starts anew from the checkpoint",
+            "%s; it is set aside as %s, and the ledger restarts from the checkpoint",
             error,
             aside.name,
         )
@@ -166,22 +169,23 @@ def _ledger_at(step: int, path: Path) -> Ledger | None:
 
 
 class PromptQueue:
-    """Moves draws in the stream and the ledger at once, and in the journal that is kept of it."""
+    """Moves draws in the stream, the ledger and the journal together."""
 
     def __init__(self, prompts: PromptSet, stream: PromptStream) -> None:
         self._prompts = prompts
         self.stream = stream
         self.journal = LedgerJournal()
         self.ledger = Ledger(self.journal.record)
-        # step and ledger that the run goes on from
+        # step and ledger from which the run continues
         self._restored: tuple[int, dict[str, Any]] = (0, self.ledger.snapshot())
 
     def take(self, number: int) -> list[int]:
-        """Take the next draws, which are in flight from now on."""
+        """Take the next draws, and put them in flight."""
         draws = self.stream.take(number)
         rows = [self.stream.chosen(draw) for draw in draws]
         self.ledger.draw(draws, rows)
-        if any(row is not None for row in rows):  # a choice is written down before it is used
+        # record a curriculum's choice before it is used
+        if any(row is not None for row in rows):
             self.journal.flush()
         return draws
 
@@ -190,18 +194,18 @@ class PromptQueue:
         return self._prompts[self.stream.row(draw)]
 
     def finish(self, draw: int, samples: Sequence[Sample]) -> None:
-        """Note that the group of a draw is made and scored."""
+        """Record that the group of a draw was made and scored."""
         outcome = self.stream.outcome(samples)
         self.ledger.finish(draw, None if outcome is None else str(outcome))
         self.stream.finished(draw, outcome)
 
     def drop(self, draw: int, filter_name: str) -> None:
-        """Note that a filter refuses the finished group of a draw."""
+        """Record that a filter refuses the finished group of a draw."""
         self.ledger.drop(draw, filter_name)
         self.stream.settled(draw)
 
     def fail(self, draw: int, kind: str) -> None:
-        """Note that the group of a draw in flight is given up for good: another takes its place."""
+        """Record that the group of a draw in flight is given up for good."""
         self.ledger.fail(draw, kind)
         self.stream.failed(draw)
 
@@ -209,20 +213,20 @@ class PromptQueue:
         """Requeue a draw in flight or finished, so that it is the next to be drawn again.
 
         Args:
-            reason: the rule by which its samples were given up.
+            reason: the rule by which its samples were given up, if any.
         """
         self.ledger.requeue(draw, reason)
         self.stream.requeue(draw)
 
     def give_back_unsettled(self) -> None:
-        """Requeue all draws that are in flight or finished."""
+        """Requeue all draws in flight or finished."""
         for draw in self.ledger.unsettled():
             self.give_back(draw)
 
     def hand_over(self, draws: Sequence[int], step: int) -> None:
         """Make the finished groups of these draws the batch of `step`.
 
-        The step's checkpoint holds the state of this moment, as `snapshot` gives it.
+        The step's checkpoint holds this state, see `snapshot`.
         """
         for draw in draws:
             self.ledger.consume(draw, step)
@@ -231,10 +235,10 @@ class PromptQueue:
         self.stream.handed_over()
 
     def adopt(self, draw: int, samples: Sequence[Sample]) -> None:
-        """Note the finished group of this draw, whatever the ledger says of the draw.
+        """Restore the finished group of this draw, whatever state the ledger has for it.
 
-        Draws before it that were not drawn are in flight then. The stream does not know of it
-        before `follow`, which reads the whole ledger and so is called once, behind the last.
+        Earlier draws that the ledger lacks become draws in flight. The stream learns of the change
+        in `follow`, which reads the whole ledger: call it once, after the last group.
 
         Raises ValueError for a draw that was consumed or dropped, or has failed.
         """
@@ -247,7 +251,7 @@ class PromptQueue:
             self.finish(draw, samples)
 
     def follow(self) -> None:
-        """Bring the stream to where the ledger is."""
+        """Advance the stream to the state of the ledger."""
         self.stream.move(len(self.ledger), self.ledger.requeued())
 
     def snapshot(self) -> dict[str, Any]:
@@ -259,16 +263,16 @@ class PromptQueue:
         return {"stream": self.stream.beginning(), "ledger": Ledger().snapshot()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a snapshot. Raises DataError for the snapshot of other prompts."""
+        """Go back to a snapshot. Raises DataError if the snapshot belongs to other prompts."""
         self.stream.restore(state["stream"])
         self.journal.detach()
         self.ledger.restore(state["ledger"])
         self._restored = (self.ledger.last_step, self.ledger.snapshot())
 
     def keep_journal(self, path: Path, *, max_staleness: int = 0) -> None:
-        """Write the journal to `path` from here on.
+        """Write the journal to `path` from now on.
 
-        Lines of it that come after the restored state are marked as rewound.
+        Existing lines behind the restored state are marked as rewound.
 
         Args:
             max_staleness: the bound for the steps to come.

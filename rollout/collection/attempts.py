@@ -1,21 +1,20 @@
-"""What is made again: an aborted response from its tokens on, a rollout that failed as a whole.
+"""Repeats work: continues aborted responses from their tokens, and retries failed rollouts.
 
-A publication with `rollout.on_update: abort` aborts the responses in flight, and an engine may be
-told to by others. They are requested again with their tokens as a prefix until they end by
-themselves, so a workflow sees whole completions.
+A publication with `rollout.on_update: abort` aborts the responses in flight, and so may other
+clients of an engine. Aborted responses are requested again with their tokens as a prefix until they
+end regularly, so a workflow sees whole completions.
 
     aborted     a b c           made by version 4
     the rest          d e       made by version 5 from prompt a b c, with max_new_tokens - 3
     whole       a b c d e       versions 4 4 4 5 5; each token has the log-prob of its drawing
 
-Each try of a rollout has a deadline. A try calls the workflow again, under the same address (seed,
-draw, index): so it makes the same tokens. What engines answered in a try is kept for the next one,
-which gets the same answers to the same requests; in lock-step no batch of an engine looks any
-different for a failure.
+Each try of a rollout has a deadline. A try calls the workflow again with the same address (seed,
+draw, index), so it makes the same tokens. Answers of engines are kept between tries, so the same
+requests get the same answers; in lock-step a failure leaves the batches of an engine unchanged.
 
-A failure is a matter of this rollout alone: an exception of the workflow, a time-out, nonsense in
-place of samples. Not so UserError, which says that the configuration is wrong, an engine's failure
-that the dispatcher could not heal, and a turn that an engine aborted: its draw is made again.
+A failure concerns one rollout alone: an exception of the workflow, a time-out, an invalid return
+value. Three errors are no such failure: UserError (the configuration is wrong), an engine failure
+that the dispatcher could not recover from, and an aborted turn, whose draw is made again.
 """
 
 from __future__ import annotations
@@ -53,34 +52,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# how often in a row a request may be aborted before any of its responses got a token
+# limit of consecutive aborts of a request before any of its responses has a token
 MAX_WITHOUT_TOKENS = 8
-MAX_WARNINGS = 20  # places whose first failure is logged; all are counted
-CLOCK_S = 0.05  # between two looks at a clock that has nearly run out and stands
+MAX_WARNINGS = 20  # code locations whose first failure is logged; all failures are counted
+CLOCK_S = 0.05  # polling interval of a clock that has nearly run out and stands still
 
 
 class PartialRollouts:
     """Completes aborted responses, and counts them.
 
     Args:
-        tokenizer: for stop strings that begin before an abort and end behind it.
+        tokenizer: finds stop strings that begin before an abort and end after it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self.resumed_responses = 0  # counted each time that a response went on
-        self.resumed_tokens = 0  # tokens that those had, and did not have to make again
+        # continued responses
+        self.resumed_responses = 0
+        # tokens of continued responses that did not have to be made again
+        self.resumed_tokens = 0
 
     async def whole(self, generate: Generate, request: GenerateRequest) -> list[Completion]:
         """The whole completions of `request`.
 
-        Only a completion that engines abort again and again without a new token still says "abort".
+        A completion says "abort" only if engines abort it repeatedly without a new token.
         """
         if request.prefixes:
             raise ValueError(
-                "a workflow asks for whole responses: leave GenerateRequest.prefixes alone"
+                "a workflow gets whole responses; leave GenerateRequest.prefixes empty"
             )
-        found = [self._settled(request.sampling, part) for part in await generate(request)]
+        found = [
+            self._with_final_reason(request.sampling, part) for part in await generate(request)
+        ]
         without_tokens = 0
         while without_tokens < MAX_WITHOUT_TOKENS and (
             aborted := [i for i, one in enumerate(found) if one.finish_reason == "abort"]
@@ -92,14 +95,16 @@ class PartialRollouts:
                 if len(part.tokens):
                     self.resumed_responses += 1
                     self.resumed_tokens += len(found[i].tokens)
-                found[i] = self._settled(request.sampling, self._joined(request, found[i], part))
+                found[i] = self._with_final_reason(
+                    request.sampling, self._joined(request, found[i], part)
+                )
             without_tokens = 0 if any(len(part.tokens) for part in rest) else without_tokens + 1
         return found
 
-    def _settled(self, sampling: SamplingParams, found: Completion) -> Completion:
-        """With its real finish reason where the last token before the abort ended it.
+    def _with_final_reason(self, sampling: SamplingParams, found: Completion) -> Completion:
+        """Set the real finish reason if the last token before the abort ended the response.
 
-        SGLang looks for that only after the abort.
+        SGLang checks that only after the abort.
         """
         made = len(found.tokens)
         if found.finish_reason != "abort" or not made:
@@ -111,7 +116,7 @@ class PartialRollouts:
         return replace(found, finish_reason="length") if made == sampling.max_new_tokens else found
 
     def _joined(self, request: GenerateRequest, head: Completion, tail: Completion) -> Completion:
-        """Both parts as one, ended at a stop string that begins in the head.
+        """Join both parts, and end the result at a stop string that begins in the head.
 
         An engine looks for stop strings only in the tokens that it makes.
         """
@@ -122,7 +127,7 @@ class PartialRollouts:
     def _first_stop(
         self, sampling: SamplingParams, tokens: NDArray[np.int32], seam: int
     ) -> int | None:
-        """The least number of tokens above `seam` that end in a stop string begun before `seam`."""
+        """The smallest token count above `seam` whose text ends in a stop string begun before."""
         if not sampling.stop:
             return None
         strings = StopStrings(sampling.stop, self._tokenizer)
@@ -133,9 +138,9 @@ class PartialRollouts:
 
 
 def join(head: Completion, tail: Completion) -> Completion:
-    """Both parts as one completion.
+    """Join both parts as one completion.
 
-    A token whose experts are known twice keeps those with which its successor was drawn first.
+    If a token's experts are known twice, keep those used when its successor was first drawn.
     """
     size = len(head.tokens)
     spans = list(head.versions)
@@ -158,7 +163,7 @@ def join(head: Completion, tail: Completion) -> Completion:
 
 
 def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
-    """The first `length` tokens, which a stop string ended. `prompt`: tokens of the prompt."""
+    """The first `length` tokens, ended by a stop string. `prompt`: length of the prompt."""
     sets = whole.sampling_mask
     if sets is not None:
         counts = sets.counts[:length]
@@ -180,11 +185,11 @@ def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
 
 
 Make = Callable[[Generate], Awaitable[Any]]
-"""Calls the workflow, which asks for completions by the given function."""
+"""Calls the workflow with the function that generates completions."""
 
 
 class GivenUp(Exception):
-    """A rollout failed in its last try."""
+    """The last try of a rollout failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -192,7 +197,7 @@ class GivenUp(Exception):
 
 
 class Aborted(GivenUp):
-    """A rollout failed after an engine had given up one of its turns."""
+    """A rollout failed after an engine aborted one of its turns."""
 
 
 class Attempts:
@@ -202,8 +207,10 @@ class Attempts:
         self._name = settings.name
         self._timeout_s = settings.timeout_s
         self._retries = settings.retries
-        self.failed: Counter[str] = Counter()  # tries so far, by the kind of their failure
-        self._known: set[Hashable] = set()  # failures of which one was logged
+        # number of failed tries by kind of failure
+        self.failed: Counter[str] = Counter()
+        # causes of failures that were logged already
+        self._known: set[Hashable] = set()
 
     async def run(
         self,
@@ -215,18 +222,18 @@ class Attempts:
         where: str,
         withdraw: Callable[[], None] = lambda: None,
     ) -> list[Sample]:
-        """Return the samples of the first try that does not fail.
+        """The samples of the first successful try.
 
         Args:
-            check: passes samples on; raises RolloutFailed for anything else.
-            of: the workflow; its place is named where the user's line is not known.
+            check: validates the result; raises RolloutFailed if it is no list of samples.
+            of: the workflow; its location is named if the failing line is unknown.
             where: prompt and draw, for messages.
-            withdraw: takes back requests that a try left behind.
+            withdraw: cancels requests that a try left behind.
 
         Raises:
             GivenUp: all tries failed.
-            Aborted: a try failed behind a turn that an engine aborted.
-            RlcoreError: an engine failed, or the workflow says that the configuration is wrong.
+            Aborted: a try failed after an engine aborted one of its turns.
+            RlcoreError: an engine failed, or the workflow reports a wrong configuration.
         """
         answers: dict[Hashable, list[Completion]] = {}
         pause = RETRY_S
@@ -240,10 +247,11 @@ class Attempts:
             finally:
                 attempt.ended = True
                 withdraw()
-            if attempt.engine_error is not None:  # whatever the workflow made of it
+            # an engine's error counts, even if the workflow handled it
+            if attempt.engine_error is not None:
                 raise attempt.engine_error
             if isinstance(found, list):
-                # the draw is made again, though the workflow took the turn that was cut for whole
+                # repeat the draw, although the workflow took the aborted turn for a whole one
                 for sample in found if attempt.aborted else ():
                     sample.finish_reason = "abort"
                 return found
@@ -251,7 +259,7 @@ class Attempts:
             failure = Failure(found.kind, f"workflow {self._name}", where, found.message, place)
             if attempt.aborted:
                 raise Aborted(failure) from found
-            self._note(failure, found, retries_left)
+            self._count_failure(failure, found, retries_left)
             if not retries_left:
                 raise GivenUp(failure) from found
             await asyncio.sleep(pause)
@@ -259,12 +267,13 @@ class Attempts:
         raise AssertionError("the last try returns or raises")
 
     async def _result(self, make: Make, attempt: _Attempt) -> Any:
-        """Return the workflow's result. Its errors become RolloutFailed; others propagate."""
+        """The workflow's result. Its errors become RolloutFailed; others propagate."""
         task = asyncio.ensure_future(_call(make, attempt.generate))
         try:
             while not task.done() and (left := self._timeout_s - attempt.seconds()) > 0:
                 await asyncio.wait({task}, timeout=max(left, CLOCK_S))
-        except asyncio.CancelledError:  # the group is given up
+        except asyncio.CancelledError:
+            # the group is given up: end its try as well
             await _end(task, attempt)
             raise
         if not task.done():
@@ -279,8 +288,8 @@ class Attempts:
             raise RolloutFailed("error", "it was cancelled from within")
         return task.result()
 
-    def _note(self, failure: Failure, error: RolloutFailed, retries_left: int) -> None:
-        """Count a failure, and log the first of each place."""
+    def _count_failure(self, failure: Failure, error: RolloutFailed, retries_left: int) -> None:
+        """Count a failure, and log the first one from each code location."""
         self.failed[failure.kind] += 1
         if failure.alike in self._known or len(self._known) == MAX_WARNINGS:
             return
@@ -289,35 +298,40 @@ class Attempts:
             "%s; %s; more failures of this kind are only counted",
             failure,
             f"{retries_left} tries are left" if retries_left else "its group is given up",
-            exc_info=error.__cause__,  # the user's own exception keeps its traceback
+            # log the traceback of the user's own exception
+            exc_info=error.__cause__,
         )
 
 
 class _Attempt:
-    """One try: passes its requests on, or answers them as they were answered before."""
+    """One try: forwards its requests to engines, or replays earlier answers."""
 
     def __init__(
         self, generate: Generate, answers: dict[Hashable, list[Completion]] | None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
-        self._seconds = 0.0  # in which no engine was waited for, up to `_since`
-        self._waiting = 0  # requests that are being answered
+        # seconds up to `_since` without a pending engine request
+        self._seconds = 0.0
+        # number of pending requests
+        self._waiting = 0
         self.ended = False
-        self.aborted = False  # by an engine, a turn at least
+        # whether an engine aborted at least one turn
+        self.aborted = False
         self.engine_error: RlcoreError | None = None
         self._generate = generate
-        self._answers = answers  # of this try and those before; None keeps none
+        # answers of this try and earlier ones; None: keep none
+        self._answers = answers
 
     def seconds(self) -> float:
-        """Return the seconds so far in which no engine was waited for."""
+        """Seconds so far without a pending engine request."""
         return self._seconds + (0.0 if self._waiting else self._loop.time() - self._since)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Return the completions of a request. Time spent here is not the workflow's."""
+        """The completions of a request. Time spent here does not count as the workflow's."""
         if self.ended:
             raise RolloutFailed("timeout", "this try of the rollout has ended")
-        # what the answer to a request depends on
+        # everything that determines the answer to a request
         prompt = hashlib.blake2b(request.prompt.tobytes(), digest_size=16).digest()
         key = (request.rid, request.n, request.sampling, prompt)
         if self._answers is not None and key in self._answers:
@@ -326,7 +340,8 @@ class _Attempt:
         self._waiting += 1
         try:
             found = await self._generate(request)
-        except UserError:  # the request is wrong, and no engine has failed
+        except UserError:
+            # the request is wrong; no engine has failed
             raise
         except RlcoreError as error:
             if not self.ended:
@@ -343,13 +358,14 @@ class _Attempt:
 
 
 async def _call(make: Make, generate: Generate) -> Any:
-    """Call the workflow; an exception of its own becomes RolloutFailed.
+    """Call the workflow; turn its own exceptions into RolloutFailed.
 
-    That happens in here, since asyncio would let SystemExit out of a task and so out of the loop.
+    SystemExit must be caught inside the task: asyncio would let it out of the event loop.
     """
     try:
         return await make(generate)
-    except DataError as error:  # of a tool's result, say, that the tokenizer cannot encode
+    except DataError as error:
+        # for example text of a tool result that the tokenizer cannot encode
         raise failure_of(error) from error
     except (RolloutFailed, UserError):
         raise
@@ -358,9 +374,9 @@ async def _call(make: Make, generate: Generate) -> Any:
 
 
 async def _end(task: asyncio.Task[Any], attempt: _Attempt) -> None:
-    """Cancel a try. One that goes on all the same gets no answer any more."""
+    """Cancel a try; requests of a try that resists cancellation are refused."""
     attempt.ended = True
-    # its exception is taken, which asyncio would log
+    # retrieve its exception, which asyncio would log otherwise
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_S)

@@ -1,6 +1,6 @@
-"""Finished groups: how old they are, what a step is given of them, what the checkpoint keeps.
+"""Finished groups: their age, the groups that a step gets, and what a checkpoint keeps.
 
-`staleness_scheduler` decides which of them are too old.
+`staleness_scheduler` decides which groups are too old.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rollout.rewards.scorer import FailureCounts
 
 
 class PublishedVersions:
-    """The publications that succeeded, in the order of growing versions.
+    """The successful publications, by increasing version.
 
-    A publication that failed is of the step of the next one that succeeded.
+    The version of a failed publication counts as the next successful one.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class PublishedVersions:
         self._known.append(published)
 
     def of(self, version: int) -> Version | None:
-        """The publication of `version`; None if it is newer than all and so about to end."""
+        """The publication of `version`; None if it is newer than all, and so still in progress."""
         at = bisect_left(self._known, version, key=lambda publication: publication.version)
         return self._known[at] if at < len(self._known) else None
 
     def of_samples(self, samples: Iterable[Sample]) -> dict[int, int]:
-        """The policy step of each version that made a token of `samples`, as far as it is known."""
+        """The policy step of each known version that made a token of `samples`."""
         made = {span.version for sample in samples for span in sample.versions}
         return {
             version: publication.step
@@ -61,7 +61,7 @@ class PublishedVersions:
         return tuple(self._known)
 
     def learn(self, publications: Iterable[Sequence[int]]) -> None:
-        """Add publications of a snapshot, given by their fields, wherever they belong."""
+        """Insert publications of a snapshot, given by their fields, in order of version."""
         by_version = {made.version: made for made in (Version(*one) for one in publications)}
         by_version |= {made.version: made for made in self._known}
         self._known = [by_version[version] for version in sorted(by_version)]
@@ -69,7 +69,7 @@ class PublishedVersions:
 
 @dataclass(frozen=True)
 class BufferedGroup:
-    """A finished group, with the policy steps of its oldest and of its newest token."""
+    """A finished group, with the policy steps of its oldest and newest tokens."""
 
     group: Group
     oldest: int
@@ -79,7 +79,7 @@ class BufferedGroup:
     def encoded(self) -> dict[str, Any]:
         """The group as JSON; see `decode`.
 
-        It is kept, since each hand-over may ask for it, and takes about as much memory again.
+        The result is cached, since each hand-over may need it; it doubles the group's memory.
         """
         parts = {"samples": self.group.samples, "unscored": self.group.unscored}
         return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest]} | {
@@ -96,9 +96,9 @@ def ages(groups: Iterable[BufferedGroup]) -> list[list[Any]]:
 
 
 def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
-    """The groups of their `encoded` forms, without greedy responses.
+    """Decode groups from their `encoded` form, without greedy responses.
 
-    The reward of those is in the samples already.
+    The rewards of those are already stored in the samples.
     """
     return [
         BufferedGroup(
@@ -113,21 +113,21 @@ def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
     ]
 
 
-def settle(
+def restore_groups(
     queue: PromptQueue,
     buffer: dict[int, BufferedGroup],
     saved: Sequence[BufferedGroup],
     *,
     step: int,
 ) -> list[int]:
-    """Decide which finished groups count after `queue` went back to the snapshot of `step`.
+    """Decide which finished groups stay valid after `queue` went back to the snapshot of `step`.
 
-    The groups that were saved with the snapshot and those in `buffer` that were finished since
-    count, unless a token was made by weights that the run has gone back behind: of a policy step
-    above `step`. All other unsettled draws are given back.
+    Groups saved with the snapshot and groups in `buffer` that finished later stay valid, unless
+    a token comes from weights that the run has lost: of a policy step above `step`. All other
+    unsettled draws are requeued.
 
     Returns:
-        The draws of the groups that do not count.
+        The draws of the invalid groups.
     """
     groups = buffer | {buffered.group.draw: buffered for buffered in saved}
     buffer.clear()
@@ -149,11 +149,11 @@ def settle(
 class Snapshot:
     """The service's state between two steps.
 
-    Taking it is cheap, since nothing in it changes any more; it is encoded where it is saved.
+    Taking it is cheap, since its parts are immutable; it is encoded when it is saved.
     """
 
     queue: dict[str, Any]  # `PromptQueue.snapshot`
-    finished: Sequence[BufferedGroup] = ()  # and not trained on
+    finished: Sequence[BufferedGroup] = ()  # groups not trained on yet
     publications: Sequence[Version] = ()
 
     def encoded(self) -> dict[str, Any]:
@@ -175,11 +175,11 @@ class Snapshot:
 
 @dataclass
 class DropCounts:
-    """How many draws were made since the last hand-over, and how many of them gave no group."""
+    """Counts of the draws made and lost since the last hand-over."""
 
     dropped: Counter[str] = field(default_factory=Counter)  # by filter, or as stale
-    failures: list[Failure] = field(default_factory=list)  # one a group that was given up
-    unscored: int = 0  # groups that were given up, since too few of their samples have a score
+    failures: list[Failure] = field(default_factory=list)  # one for each failed group
+    unscored: int = 0  # groups given up because too few of their samples have a score
     rewards: FailureCounts = field(default_factory=FailureCounts)
     requeued: int = 0
     draws: int = 0
@@ -190,7 +190,7 @@ class DropCounts:
         return len(self.failures) + self.unscored
 
     def too_little(self, step: int, found: int, wanted: int) -> EmptyBatch:
-        """The error of a step that got too few groups, with the reasons and what to do."""
+        """The error of a step that got too few groups, with reasons and advice."""
         reasons = [f"{name} dropped {count}" for name, count in self.dropped.most_common()]
         advice = []
         if self.dropped.keys() - {STALE}:
@@ -201,7 +201,7 @@ class DropCounts:
         if STALE in self.dropped:
             advice.append(
                 "lower rollout.oversample or raise rollout.max_staleness (at an oversample of 1,"
-                " only what an engine made with weights of long ago is stale)"
+                " only what an engine made with very old weights is stale)"
             )
         if self.failures:
             reasons.append(f"{len(self.failures)} failed")
@@ -213,28 +213,28 @@ class DropCounts:
             )
         if self.requeued:
             reasons.append(f"{self.requeued} were aborted by an engine")
-            advice.append("look for why in the logs of the engines")
+            advice.append("see the engines' logs for the reason")
         return EmptyBatch(
             f"step {step} has {found} of {wanted} groups after {self.draws} draws:"
             f" {', '.join(reasons)}; {'; '.join(advice)}"
         )
 
     def check_rollouts(self, step: int, groups: int, share: float) -> None:
-        """Raise TooManyFailed where more than `share` of a step's draws failed.
+        """Raise TooManyFailed if more than `share` of a step's draws failed.
 
         Args:
-            groups: of a step, for one that has made fewer draws so far.
+            groups: groups of a step, the base if fewer draws were made so far.
         """
         _check_share(self.failures, max(self.draws, groups), share, step, "groups", "rollout")
 
     def check_rewards(self, step: int, samples: int, share: float) -> None:
-        """Raise TooManyFailed where the rewards of more than `share` of a step's samples failed.
+        """Raise TooManyFailed if the rewards of more than `share` of a step's samples failed.
 
-        Failures of built-in graders do not count, since they are verdicts, unless nothing else is
-        left of a whole step: then it is no answer that made them fail.
+        Failures of built-in graders do not count, since they are verdicts, unless all samples of a
+        step failed: then the answers cannot be the cause.
 
         Args:
-            samples: of a step, for one that has scored fewer so far.
+            samples: samples of a step, the base if fewer were scored so far.
         """
         rewards = self.rewards
         of = max(rewards.samples, samples)
@@ -249,7 +249,7 @@ class DropCounts:
 def _check_share(
     failures: Sequence[Failure], of: int, share: float, step: int, what: str, section: str
 ) -> None:
-    # one failure of a small step ends no run
+    # a single failure never ends a run, even in a small step
     if len(failures) <= (max(1.0, share * of) if share else 0.0):
         return
     failure, count = commonest(failures)
@@ -261,12 +261,12 @@ def _check_share(
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups of one step, handed over: the ledger says that the step consumed them."""
+    """The groups handed over for one step, which the ledger marks as consumed by it."""
 
     groups: Sequence[Group]
     drop_counts: DropCounts
     epoch: float
-    snapshot: Snapshot  # right after the hand-over, before anything else is drawn
+    snapshot: Snapshot  # taken right after the hand-over, before the next draw
     metrics: dict[str, float]
 
     @property
@@ -276,5 +276,5 @@ class StepGroups:
 
     @property
     def unscored(self) -> list[Sample]:
-        """The samples of all groups that are not trained on, since their rewards failed."""
+        """Samples of all groups that are not trained on, since their rewards failed."""
         return [sample for group in self.groups for sample in group.unscored]

@@ -1,14 +1,14 @@
 """Collects the groups that each step trains on.
 
 `rollout.max_staleness` says when they are made. At 0, in lock-step, the groups of a step are made
-when the trainer asks for the step, in whole batches: nothing is generated while the trainer trains,
-and nothing is left over for a later step. Above 0 they are made while the trainer trains, up to
-that many policy steps ahead of it. A publication, a hand-over and an engine with room each make the
-collector look for groups to start; finished groups wait in the buffer for their step, and an error
-is raised where the trainer asks next.
+when the trainer asks for the step, in whole batches: engines are idle during training, and nothing
+is left over for a later step. Above 0, groups are made during training, up to that many policy
+steps ahead. A publication, a hand-over and an engine with room each make the collector look for
+groups to start. Finished groups wait in the buffer for their step, and an error is raised at the
+trainer's next call.
 
 `rollout/collection/staleness_scheduler.py` decides how many groups are started and which of them a
-step gets; this module carries that out. Everything happens on the rollout loop.
+step gets; this module carries out its decisions. Everything runs on the rollout loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollout.collection.buffer import (
     Snapshot,
     StepGroups,
     ages,
-    settle,
+    restore_groups,
 )
 from rollout.collection.filters import STALE, FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
@@ -42,16 +42,16 @@ from rollout.collection.staleness_scheduler import Rules, Scheduler
 
 logger = logging.getLogger(__name__)
 
-UNSCORED = "reward"  # the kind of the failure of a group with too few scores, in the ledger
-DRAWS_PER_GROUP = 16  # a step gives up after so many draws for each group that it needs
+UNSCORED = "reward"  # failure kind in the ledger of a group with too few scores
+DRAWS_PER_GROUP = 16  # a step fails after this many draws for each group that it needs
 
 
 class Collector:
     """Starts groups, keeps the finished ones, and hands them over step by step.
 
     Args:
-        steps: of the run; above a `max_staleness` of 0, nothing is made for more.
-        busy_s: seconds in which any engine had work, so far.
+        steps: number of steps of the run; no later step is prepared.
+        busy_seconds: seconds so far in which any engine had work.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Collector:
         versions: PublishedVersions,
         *,
         steps: int,
-        busy_s: Callable[[], float],
+        busy_seconds: Callable[[], float],
     ) -> None:
         rollout = config.rollout
         self._config = rollout
@@ -75,29 +75,32 @@ class Collector:
         self._filters = filters
         self._versions = versions
         self._steps = steps
-        self._busy_s = busy_s
+        self._busy_seconds = busy_seconds
         self._rules = Rules(rollout.prompts_per_step, rollout.max_staleness, rollout.oversample)
         self._scheduler = Scheduler(self._rules)
-        self._buffer: dict[int, BufferedGroup] = {}  # the finished groups, by draw
-        # the task that makes each draw in flight; draws of a whole batch share it
+        # finished groups by draw
+        self._buffer: dict[int, BufferedGroup] = {}
+        # the task of each draw in flight; draws of a whole batch share one task
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # tasks that were cancelled and have not ended, and why
+        # cancelled tasks that have not ended, and the reason
         self._given_up: dict[asyncio.Task[None], str] = {}
-        self._counts = DropCounts()  # since the last hand-over
+        # counts since the last hand-over
+        self._counts = DropCounts()
         self._failure: BaseException | None = None
-        self._news = asyncio.Event()  # replaced each time that it is set
+        # replaced whenever it is set
+        self._news = asyncio.Event()
         self._woken = False
         self._halted = True
-        # since when engines are measured, and how busy they had been by then
+        # (start of the measurement, busy seconds of the engines at that time)
         self._measured_from: tuple[float, float] | None = None
 
-    # --- what the trainer asks --------------------------------------------------------------------
+    # --- calls of the trainer ---------------------------------------------------------------------
 
     async def collect(self, step: int) -> StepGroups:
         """The groups that `step` trains on, once the scheduler gives them.
 
-        Raises what went wrong since the last call, in an engine, a workflow, a reward or a filter.
-        In lock-step the draws of the step are requeued then; else generation goes on.
+        Raises errors of engines, workflows, rewards and filters since the last call. In lock-step
+        the draws of the step are requeued then; otherwise generation continues.
         """
         if step != self._scheduler.steps_done + 1:
             raise ValueError(
@@ -124,15 +127,15 @@ class Collector:
             await self._news.wait()
 
     def published(self, step: int) -> None:
-        """Weights of policy step `step` are in force at the engines.
+        """Record that engines have the weights of policy step `step`.
 
-        Generation begins, or goes on, with them; in lock-step once the next step is asked for.
+        Generation starts or continues with them; in lock-step once the next step is requested.
         """
         if not self._lockstep:
             self._generate_with(step)
 
     def describe_wait(self) -> str:
-        """Whom the collector waits for, for error messages."""
+        """Name what the collector waits for, for error messages."""
         scheduler = self._scheduler
         if self._lockstep:
             return self._runner.describe_wait()
@@ -145,12 +148,12 @@ class Collector:
         )
         return f"{there}: {self._runner.dispatcher.fleet.waiting_for() or 'no engine has room'}"
 
-    # --- when groups are started ------------------------------------------------------------------
+    # --- starting groups --------------------------------------------------------------------------
 
     def _generate_with(self, policy_step: int) -> None:
         self._halted = False
         if self._lockstep or self._measured_from is None:
-            self._measured_from = (time.perf_counter(), self._busy_s())
+            self._measured_from = (time.perf_counter(), self._busy_seconds())
         self._scheduler.published(policy_step)
         self.wake()
 
@@ -178,9 +181,9 @@ class Collector:
         return min(count, left)
 
     def _wanted(self) -> int:
-        """Groups that the scheduler and engines have room for, and a step of the run is left for.
+        """Number of groups for which scheduler, engines and remaining steps have room.
 
-        A group is started only if engines begin it at once: in an engine's queue it would only age.
+        A group is started only if engines begin it at once: it would only age in an engine's queue.
         """
         scheduler = self._scheduler
         places = (self._steps - scheduler.steps_done) * self._rules.groups_per_step
@@ -199,33 +202,33 @@ class Collector:
             self._tasks |= dict.fromkeys(batch, task)
             task.add_done_callback(partial(self._ended, batch))
 
-    # --- what becomes of them ---------------------------------------------------------------------
+    # --- outcomes ---------------------------------------------------------------------------------
 
     async def _make(self, draws: Sequence[int]) -> None:
-        """From prompts to finished groups."""
+        """Make finished groups from prompts."""
         prompts = {draw: self._queue.prompt(draw) for draw in draws}
         for group in await self._runner.run(prompts):
-            # not if a halt did not wait for this task
+            # skip draws that a halt has taken from this task
             if self._tasks.get(group.draw) is asyncio.current_task():
-                self._settle(group)
+                self._finish_group(group)
         self._check_failures()
 
     def _ended(self, draws: Sequence[int], task: asyncio.Task[None]) -> None:
-        """Requeue draws that `task` made no group of, and keep its error for the trainer.
+        """Requeue draws for which `task` made no group, and keep its error for the trainer.
 
-        Draws are given back here, since a task that is cancelled before its first step runs no code
-        of its own. The error of a task that was given up is only logged.
+        This runs in a callback, since a task that is cancelled before its first step runs no code.
+        The error of a task that was given up is only logged.
         """
         with self._errors_kept():
             for draw in draws:
-                # its samples will not come, or are of no use
+                # their samples are missing or useless
                 if self._tasks.get(draw) is task:
                     self._draw_again(draw)
         given_up = self._given_up.pop(task, None) is not None
         if not task.cancelled() and (error := task.exception()) is not None:
             if given_up:
                 logger.warning(
-                    "draws %s were given up, and what made them then failed: %s", draws, error
+                    "draws %s were given up, and their task then failed: %s", draws, error
                 )
             else:
                 self._failed(error)
@@ -234,7 +237,7 @@ class Collector:
 
     @contextmanager
     def _errors_kept(self) -> Iterator[None]:
-        """Keep an error of a callback for the trainer: the loop that calls it would only log it."""
+        """Keep a callback's error for the trainer; the event loop would only log it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - recovery: of the journal, say; raised at the trainer's next call
@@ -244,8 +247,8 @@ class Collector:
         self._failure = self._failure or error
         self._tell()
 
-    def _settle(self, group: Group) -> None:
-        """Keep a group that was made, or drop it for a filter or as failed, or draw it again."""
+    def _finish_group(self, group: Group) -> None:
+        """Keep a group, drop it as filtered or failed, or requeue its draw."""
         draw = group.draw
         scheduler = self._scheduler
         self._counts.rewards.add(group.rewards)
@@ -284,7 +287,7 @@ class Collector:
         """The group with the policy steps of its tokens.
 
         An unknown version belongs to the publication in progress. It counts as the current step for
-        the age limit, and as the next step when rolling back. In lock-step every token is of now.
+        the age limit, and as the next step when rolling back. In lock-step every token is current.
         """
         if self._lockstep:
             return BufferedGroup(group, now, now)
@@ -305,23 +308,24 @@ class Collector:
         return BufferedGroup(group, oldest, newest)
 
     def _give_up_stale(self) -> None:
-        """Draw again what no step may train on any more; draws in flight once they have ended."""
+        """Requeue draws that no step may train on; draws in flight once they have ended."""
         for draw in self._scheduler.expired():
             if draw in self._buffer:
                 del self._buffer[draw]
                 self._scheduler.dropped(draw)
                 self._queue.give_back(draw, STALE)
                 self._counts.dropped[STALE] += 1
-            # the draws of a whole batch end together
+            # draws of a whole batch end together, so they are not cancelled alone
             elif not self._whole_batches and self._tasks[draw] not in self._given_up:
                 self._give_up(self._tasks[draw], STALE)
 
     def _give_up(self, task: asyncio.Task[None], reason: str = "") -> None:
-        if task.cancel():  # else it has ended by itself
+        # a task that cannot be cancelled has ended by itself
+        if task.cancel():
             self._given_up.setdefault(task, reason)
 
     def _draw_again(self, draw: int) -> None:
-        """Requeue a draw that is in flight no more and of which no samples are kept."""
+        """Requeue a draw that is no longer in flight and has no samples."""
         reason = self._given_up.get(self._tasks.pop(draw), "")
         if reason:
             self._counts.dropped[reason] += 1
@@ -329,7 +333,7 @@ class Collector:
         self._queue.give_back(draw, reason)
 
     def _check_failures(self) -> None:
-        """Raises TooManyFailed for `rollout.max_failed` or `reward.max_failed`."""
+        """Raise TooManyFailed as `rollout.max_failed` and `reward.max_failed` say."""
         counts = self._counts
         step = self._scheduler.steps_done + 1
         groups = self._rules.groups_per_step
@@ -342,7 +346,7 @@ class Collector:
             raise
 
     def _check_yield(self) -> None:
-        """Raises EmptyBatch where the filters, or their age, leave too few groups for a step."""
+        """Raise EmptyBatch if filters or the age limit leave too few groups for a step."""
         counts = self._counts
         wanted = self._rules.groups_per_step
         lost = counts.dropped.total() + counts.requeued + counts.given_up
@@ -355,7 +359,7 @@ class Collector:
         found = len(self._buffer)
         return counts.too_little(self._scheduler.steps_done + 1, found, self._rules.groups_per_step)
 
-    # --- a step -----------------------------------------------------------------------------------
+    # --- hand-over --------------------------------------------------------------------------------
 
     def _hand_over(self, chosen: Sequence[int]) -> StepGroups:
         groups = [self._buffer.pop(draw).group for draw in chosen]
@@ -382,18 +386,18 @@ class Collector:
         return StepGroups(groups, counts, epoch, self.snapshot(), metrics)
 
     async def _give_up_step(self) -> None:
-        """Lock-step: nothing of a step that failed goes on, and all its draws are requeued."""
+        """Lock-step: cancel everything of a failed step, and requeue all its draws."""
         await self.halt()
         self._buffer.clear()
         self._queue.give_back_unsettled()
         self._begin_behind(self._queue.ledger.last_step)
 
     def _measured(self) -> dict[str, float]:
-        """How busy engines were, and what is ready; in lock-step nothing ever is."""
+        """Engine utilization, and the number of ready groups; in lock-step that is 0."""
         assert self._measured_from is not None
         since, busy_before = self._measured_from
         now = time.perf_counter()
-        busy = self._busy_s()
+        busy = self._busy_seconds()
         self._measured_from = (now, busy)
         metrics = {"time/engine": busy - busy_before}
         if not self._lockstep:
@@ -416,14 +420,15 @@ class Collector:
     def restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
         """Continue from a snapshot with its finished `groups`, once `halt` has returned.
 
-        Groups that were finished since stay, unless a later policy step than that of the snapshot
-        made a token of them: the trainer has forgotten those weights. In lock-step none stays.
+        Groups finished since then stay, unless a token comes from a later policy step than the
+        snapshot's: the trainer has lost those weights. In lock-step none stays.
         """
         self._queue.restore(state)
         step = self._queue.ledger.last_step
-        ahead = state.get("ahead", {})  # there is none before the first draw
+        # missing in a snapshot taken before the first draw
+        ahead = state.get("ahead", {})
         self._versions.learn(ahead.get("versions", ()))
-        settle(self._queue, self._buffer, () if self._lockstep else groups, step=step)
+        restore_groups(self._queue, self._buffer, () if self._lockstep else groups, step=step)
         self._begin_behind(step)
         self._give_up_stale()
 
@@ -433,14 +438,15 @@ class Collector:
         self._failure = None
 
     async def halt(self) -> None:
-        """End what is in flight, and begin nothing before the next publication."""
+        """Cancel what is in flight, and start nothing before the next publication."""
         self._halted = True
         tasks = set(self._tasks.values())
         for task in tasks:
             self._give_up(task)
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_S)
-        self._tasks.clear()  # a task that does not end is ignored from here on
+        # from here on, a task that does not end is ignored
+        self._tasks.clear()
 
     def _tell(self) -> None:
         self._news.set()

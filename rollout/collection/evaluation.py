@@ -35,26 +35,26 @@ Scored = tuple[dict[str, float], list[Sample]]
 
 @dataclass
 class HeldOutSet:
-    """The prompts of one set, and what makes and scores its samples."""
+    """The prompts of one set, with the workflow and scorer of its samples."""
 
     given: EvaluationSet
     prompts: PromptSet
     runner: GroupRunner
-    failed_reward: float  # of a rollout that failed
+    failed_reward: float  # reward of a failed rollout
     is_running: bool = False
-    has_scores: bool = False  # some evaluation of the set had a score
+    has_scores: bool = False  # whether any evaluation of the set had a score
 
     async def run(self) -> Scored:
         """The metrics of all prompts and the samples behind them.
 
-        Samples whose reward failed (`reward.on_error: drop`) are in no mean.
+        Samples whose reward failed (`reward.on_error: drop`) are excluded from all means.
 
         Raises:
-            TooManyFailed: all rewards of the set failed, and there never was one that did not.
+            TooManyFailed: all rewards of the set failed, now and in every earlier evaluation.
             Exception: as `GroupRunner.run`.
 
         The draw of a prompt is its row. So the random numbers (for a temperature above 0) depend on
-        the set and the prompt alone, and are the same in each evaluation.
+        set and prompt alone, and are the same in each evaluation.
         """
         self.is_running = True
         try:
@@ -83,7 +83,7 @@ class HeldOutSet:
         if self.given.name:
             for sample in samples:
                 sample.metadata[SET_KEY] = self.given.name
-        # not in the loop: for a thousand prompts of 64 answers this takes seconds
+        # in a thread: for a thousand prompts of 64 answers this takes seconds
         by_prompt = [made for made in scored if made]
         quoted = await asyncio.to_thread(quoted_metrics, by_prompt, self.given)
         metrics = {
@@ -108,9 +108,9 @@ class HeldOutSet:
             )
 
     def _failed(self, group: Group) -> list[Sample]:
-        """Return what stands for the rollouts that failed: wrong answers without a token.
+        """Placeholders for failed rollouts: wrong answers without a token.
 
-        Left out, they would raise the score; nothing is trained on them.
+        Without them, failures would raise the score. Nothing is trained on them.
         """
         if not group.failures:
             return []
@@ -132,24 +132,25 @@ class HeldOutSet:
         standing = [sample for sample in standing if sample.rollout_id not in made]
         for place, sample in enumerate(standing, len(group.samples) + len(group.unscored)):
             sample.index = place
-            for key in VERDICTS:  # a column of the data that is called so is no verdict
+            # a data column of that name is not a verdict
+            for key in VERDICTS:
                 sample.metadata.pop(key, None)
             sample.metadata["reward_error"] = str(failure)
         return standing
 
     def describe_wait(self) -> str:
-        """Whom its prompts wait for."""
+        """Name what its prompts wait for."""
         name = f"set {self.given.name}: " if self.given.name else ""
         return name + self.runner.describe_wait()
 
 
 class Evaluator:
-    """All sets of held-out prompts. Those that are due together are in flight together.
+    """All sets of held-out prompts. Sets that are due together run together.
 
     Args:
-        scorer: of the run's reward.
+        scorer: scorer of the run's reward.
         load_prompts: reads the prompts of a set.
-        build_scorer: makes the scorer of a set with a reward of its own.
+        build_scorer: makes the scorer of a set that configures its own reward.
 
     Raises:
         UserError: bad prompts, labels or rewards.
@@ -165,7 +166,8 @@ class Evaluator:
         load_prompts: Callable[[EvaluationSet], PromptSet],
         build_scorer: Callable[[RewardConfig], Scorer],
     ) -> None:
-        own: dict[str, Scorer] = {}  # by their configuration: equal rewards share their workers
+        # scorers by configuration, so that equal rewards share their workers
+        own: dict[str, Scorer] = {}
         self.sets: list[HeldOutSet] = []
         for given in evaluation_sets(config):
             prompts = load_prompts(given)
@@ -180,37 +182,37 @@ class Evaluator:
         self.own_scorers = tuple(own.values())
 
     async def start(self) -> None:
-        """Start the rewards that only sets have."""
+        """Start the workers of rewards that only sets use."""
         await gather_or_cancel(*(scorer.start() for scorer in self.own_scorers))
 
     async def close(self) -> None:
-        """End the rewards that only sets have."""
+        """End the workers of rewards that only sets use."""
         await gather_or_cancel(*(scorer.close() for scorer in self.own_scorers))
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Return what a resumed run compares with, by the key of each set."""
+        """Records by set, against which a resumed run compares its sets."""
         return {one.given.key: one.prompts.record.saved() for one in self.sets}
 
     def warn_of_changes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Log which sets are not those of the saved run, whose `records` these are."""
+        """Log sets that differ from those of the saved run, given by its `records`."""
         for one in self.sets:
             before = saved.get(one.given.key)
             now = one.prompts.record
             if before is not None and before != now.saved():
                 logger.warning(
-                    "%s: the held-out rows are not those of the saved run%s; what is measured from"
-                    " here on cannot be compared with what was measured before (checkpoint.best and"
-                    " early stopping compare it)",
+                    "%s: the held-out rows are not those of the saved run%s; measurements from here"
+                    " on are not comparable with earlier ones (checkpoint.best and early stopping"
+                    " compare them)",
                     one.given.key,
                     now.changes(before),
                 )
 
     def chosen(self, names: Sequence[str] | None) -> list[HeldOutSet]:
-        """Return the sets `names`; None: all."""
+        """The sets called `names`; None: all."""
         return [one for one in self.sets if names is None or one.given.name in names]
 
     async def run(self, names: Sequence[str] | None) -> Scored:
-        """Metrics and samples of the sets `names`, of all if None."""
+        """Metrics and samples of the sets `names`; None: all."""
         found = await gather_or_cancel(*(one.run() for one in self.chosen(names)))
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
@@ -220,15 +222,15 @@ class Evaluator:
         return metrics, samples
 
     def describe_wait(self) -> str:
-        """Whom the prompts wait for, for error messages."""
+        """Name what the prompts wait for, for error messages."""
         return "; ".join(one.describe_wait() for one in self.sets if one.is_running)
 
 
 def means(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Means over rollouts, each given by its samples; what conversations measured comes with them.
+    """Means over rollouts, each given by its samples, and over their conversations' measurements.
 
-    `accuracy` is the share of right answers, and absent where nothing says right or wrong. Without
-    rollouts there are no means.
+    `accuracy` is the share of right answers; it is absent without verdicts. Without rollouts the
+    result is empty.
     """
     n = len(rollouts)
     if not n:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlcore.config.evaluation_sets import EvaluationSet
 from rlcore.data.sample import Sample, joint_verdict
 
-Z = 1.959963984540054  # of a two-sided 95 % interval
+Z = 1.959963984540054  # quantile of a two-sided 95 % interval
 Interval = tuple[float, float]
 
 
@@ -25,15 +25,15 @@ Interval = tuple[float, float]
 class Answer:
     """One judged answer to a prompt."""
 
-    text: str | None  # what is compared in a vote; None abstains
+    text: str | None  # text compared in a vote; None abstains
     is_right: bool
 
 
 def quoted_metrics(groups: Sequence[Sequence[Sample]], given: EvaluationSet) -> dict[str, float]:
     """The metrics of a set with k, by their names without the set.
 
-    Without verdicts there is only the interval of the score. pass@k and maj@k are absent where a
-    prompt has fewer than k judged answers.
+    Without verdicts there is only the score's interval. pass@k and maj@k are absent if a prompt has
+    fewer than k judged answers.
 
     Args:
         groups: the scored samples of each prompt that has any.
@@ -77,7 +77,7 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
 
 
 def rollouts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples to one prompt, those of a rollout together: one answer, in its segments."""
+    """Group the samples of one prompt by rollout: each is one answer, in its segments."""
     rollouts: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         rollouts[sample.rollout_id].append(sample)
@@ -85,14 +85,14 @@ def rollouts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def verdict_of(rollout: Sequence[Sample]) -> bool | None:
-    """Return whether the answer of a rollout is right; None: nothing says so."""
+    """Whether the answer of a rollout is right; None: no verdict."""
     return joint_verdict(part.verdict for part in rollout)
 
 
 def judged_answers(samples: Sequence[Sample]) -> list[Answer]:
-    """The answers to one prompt that something calls right or wrong.
+    """The answers to one prompt that have a verdict.
 
-    Of a rollout with several samples the last one's text is compared.
+    Of a rollout with several samples, the last one's text counts.
     """
     return [
         Answer(voted_text(rollout[-1]), right)
@@ -102,7 +102,7 @@ def judged_answers(samples: Sequence[Sample]) -> list[Answer]:
 
 
 def voted_text(sample: Sample) -> str | None:
-    """The `answer` that a grader reports (None: it found none), else the response's words."""
+    """The `answer` that a grader reports (None: not found), otherwise the response text."""
     for info in sample.metadata.get("reward_info", {}).values():
         if "answer" in info:
             answer = info["answer"]
@@ -110,7 +110,7 @@ def voted_text(sample: Sample) -> str | None:
     return " ".join(sample.response_text.split())
 
 
-# --- of the answers to one prompt -----------------------------------------------------------------
+# --- estimates for one prompt ---------------------------------------------------------------------
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
@@ -128,9 +128,9 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
 def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
     """The probability that the most frequent of k of the answers is right.
 
-    Equal answers are one candidate; one that was judged unequally (for its format, say) counts by
-    its share of right ones. None abstains, and k abstentions are wrong. Tied candidates are equally
-    likely to be taken.
+    Equal answers are one candidate; a candidate that was judged unequally (for its format, say)
+    counts by its share of right verdicts. None abstains, and k abstentions are wrong. Ties are
+    broken at random.
 
     The counts of the candidates in a random subset are independent binomials, given their sum k.
     Candidate j wins with m votes if no other has more. Averaging over its ties t needs the weight
@@ -144,7 +144,8 @@ def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) 
             votes.setdefault(answer, []).append(is_right)
     if not votes:
         return 0.0
-    odds = (k + 0.5) / (n + 1)  # any share does; this one keeps all terms of a size
+    # any share is correct; this one keeps all terms at similar magnitude
+    odds = (k + 0.5) / (n + 1)
     wins: list[float] = []
     nodes: list[float] = []
     weights: list[float] = []
@@ -153,7 +154,7 @@ def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) 
         wins += [m] * len(s)
         nodes += ((s + 1) / 2).tolist()
         weights += (w / 2).tolist()
-    # By (m, node): the polynomials in the number of votes cast, up to k. In `one`, one candidate
+    # By (m, node): polynomials in the number of votes cast, up to k. In `one`, one candidate
     # has been taken as the winner; in `none`, no candidate yet.
     none = np.zeros((len(wins), k + 1))
     none[:] = _binomial(n - sum(map(len, votes.values())), odds, k)
@@ -211,14 +212,14 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def share_interval(values: Sequence[float], *, answers: int) -> Interval | None:
-    """Wilson's interval of a mean of shares, one a prompt; None for a single prompt.
+    """Wilson's interval of a mean of per-prompt shares; None for a single prompt.
 
-    The number of trials is the one that the spread of the prompts' values speaks for: all answers
-    if prompts do not differ, the number of prompts if each is all right or all wrong. So the
-    interval is never empty and never beyond 0..1, for 30 prompts that are all right too.
+    The effective number of trials follows from the spread between prompts: all answers if prompts
+    do not differ, the number of prompts if each is all right or all wrong. So the interval is never
+    empty and stays within 0..1, even for 30 prompts that are all right.
 
     Args:
-        answers: of all prompts together.
+        answers: number of answers to all prompts together.
     """
     prompts = len(values)
     if prompts < 2:

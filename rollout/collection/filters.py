@@ -11,8 +11,8 @@ from rlcore.errors import ConfigError, RunFailed
 from rlcore.import_paths import place_of
 from rollout.plugins import load_object
 
-# The service drops groups by these: no step may train on it any more; a token comes from
-# weights that the run has gone back behind.
+# Reasons under which the service itself drops groups: no step may train on the group any more; a
+# token comes from weights that the run has lost.
 STALE = "stale"
 ROLLED_BACK = "rolled_back"
 
@@ -21,15 +21,15 @@ GroupFilter = Callable[[Sequence[Sample]], bool]
 
 
 def zero_variance(group: Sequence[Sample]) -> bool:
-    """Keep groups whose rewards, as they are trained on, differ; else every advantage is 0."""
+    """Keep groups whose training rewards differ; otherwise every advantage is 0."""
     return len({np.float32(sample.reward) for sample in group}) > 1
 
 
 def mixed_verdicts(group: Sequence[Sample]) -> bool:
     """Keep groups with right and with wrong samples: DAPO's dynamic sampling, arXiv:2503.14476.
 
-    Unlike `zero_variance` it drops a group of wrong samples whose penalties of length differ. A
-    sample whose reward failed says nothing.
+    Unlike `zero_variance` it drops a group of wrong samples whose length penalties differ. A sample
+    whose reward failed has no verdict.
     """
     scored = [sample for sample in group if "reward_error" not in sample.metadata]
     verdicts = {sample.verdict for sample in scored}
@@ -45,7 +45,7 @@ FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance, "mixed_verdic
 
 
 class FilterChain:
-    """The filters of `rollout.filters`, in order; a drop has the name of the first that refuses."""
+    """The filters of `rollout.filters`, in order; the first that refuses names the drop."""
 
     def __init__(self, names: Sequence[str], *, samples_per_prompt: int) -> None:
         for name in names:
@@ -59,8 +59,8 @@ class FilterChain:
             short = name.rpartition(":")[2]
             if short in (STALE, ROLLED_BACK):
                 raise ConfigError(
-                    f"rollout.filters: {name} cannot be called {short!r}, under which the service"
-                    " counts groups of its own; rename the filter"
+                    f"rollout.filters: {name} cannot be called {short!r}, a name under which the"
+                    " service counts its own drops; rename the filter"
                 )
             if short in self._filters:
                 raise ConfigError(f"rollout.filters: two filters are called {short!r}")

@@ -1,4 +1,4 @@
-"""Runs a batch of groups, each from its prompt over the workflow to the reward."""
+"""Runs groups from their prompts through the workflow to the reward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollout.workflows.registry import build_workflow
 
 WHOLE = -1
 WorkflowKey = tuple[int, bool, int]
-"""What runs: its draw, whether it makes the greedy baseline, and the rollout, or WHOLE group."""
+"""A workflow call: its draw, whether it is the greedy baseline, its rollout or WHOLE group."""
 Stage = Literal["start", "generation", "workflow", "reward"]
 
 
@@ -37,22 +37,22 @@ class Stages:
 
     def __init__(self) -> None:
         self._found: dict[WorkflowKey, tuple[Stage, Prompt]] = {}
-        # counted as it changes: it is asked for with thousands of workflows, at every turn
+        # updated incrementally: it is read at every turn, with thousands of workflows
         self.starting = 0
 
     def enter(self, key: WorkflowKey, stage: Stage, prompt: Prompt) -> None:
-        """Note that a workflow of this prompt has come to a stage."""
+        """Record that the workflow of this prompt has reached a stage."""
         before, _ = self._found.get(key, (None, None))
         self._found[key] = (stage, prompt)
         self.starting += (stage == "start") - (before == "start")
 
     def leave(self, key: WorkflowKey) -> None:
-        """Forget a workflow, if it is known."""
+        """Remove a workflow, if it is known."""
         stage, _ = self._found.pop(key, (None, None))
         self.starting -= stage == "start"
 
     def waiting(self, stages: Container[str], of: Container[int] | None = None) -> dict[int, str]:
-        """Return the draws (among `of`) in one of the stages, with the ids of their prompts."""
+        """The draws (among `of`) in one of the stages, with the ids of their prompts."""
         return {
             draw: prompt.prompt_id
             for (draw, _, _), (stage, prompt) in self._found.items()
@@ -62,16 +62,16 @@ class Stages:
 
 @dataclass
 class Group:
-    """The scored samples of one draw, and the greedy samples that are only their baseline.
+    """The scored samples of one draw, with the greedy samples that only give their baseline.
 
     Attributes:
-        unscored: further samples, whose rewards failed (`reward.on_error: drop`). Nothing is
-            trained on them, and no filter sees them.
-        rewards: how the rewards of all of these fared. In training a group in which too few
-            rollouts are scored has no samples.
-        failures: of its rollouts. In training the first one leaves no samples: part of a group is
-            never trained on. In evaluation the samples are those of the other rollouts.
-        cut: an engine aborted a response, and no samples came of it.
+        unscored: further samples, whose rewards failed (`reward.on_error: drop`). They are not
+            trained on, and filters do not see them.
+        rewards: statistics of the rewards of all these samples. In training, a group with too
+            few scored rollouts has no samples.
+        failures: failed rollouts. In training the first one removes all samples: a partial group
+            is never trained on. In evaluation the samples of the other rollouts remain.
+        cut: an engine aborted a response, so the draw gave no samples.
     """
 
     draw: int
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def aborted(self) -> bool:
-        """Whether an engine aborted a response, so that the draw has to be made again."""
+        """Whether an engine aborted a response, so that the draw must be repeated."""
         return self.cut or any(
             sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy)
         )
@@ -93,19 +93,19 @@ class Group:
 class GroupRunner:
     """Runs the configured workflow over draws.
 
-    For an engine whose results depend on how it batches, the requests of all draws go out at once,
-    in the order of the draws.
+    For an engine whose results depend on its batches, the requests of all draws are submitted
+    together, in the order of the draws.
 
     Args:
-        context: the workflow is built with it.
-        greedy: the context of the same workflow that answers once at temperature 0. Every draw runs
-            it too: the mean reward of what it returns becomes the `baseline_reward` of the draw's
+        context: constructor argument of the workflow.
+        greedy: the context of the same workflow for one answer at temperature 0. Every draw runs
+            it too: the mean reward of its result becomes the `baseline_reward` of the draw's
             samples.
-        recorded: fields that every sample but the greedy ones must have, with the key that asks for
-            them.
-        part_of_a_group: a rollout that fails, or that is not scored, leaves the others of its
-            group, however few, as in evaluation.
-        least_scored: rollouts that a group needs otherwise.
+        recorded: fields that every sample but the greedy ones must have, with the key that
+            requires them.
+        part_of_a_group: keep the other rollouts of a group, however few, if one fails or has no
+            score, as in evaluation.
+        min_scored: scored rollouts that a group needs otherwise.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class GroupRunner:
         greedy: WorkflowContext | None = None,
         recorded: Mapping[str, str] = MappingProxyType({}),
         part_of_a_group: bool = False,
-        least_scored: int = 1,
+        min_scored: int = 1,
     ) -> None:
         self.workflow_name = config.rollout.workflow.name
         self.workflow = build_workflow(context)
         self.greedy = None if greedy is None else build_workflow(greedy)
         self._seed = context.seed
-        # one that runs its rollouts one by one: each waits for itself alone
+        # rollouts run separately, so each waits only for itself
         self._rollouts = {
             False: _rollouts_of(self.workflow, context),
             True: _rollouts_of(self.greedy, greedy) if greedy is not None else (),
@@ -135,21 +135,21 @@ class GroupRunner:
         self.partial = PartialRollouts(context.tokenizer)
         self.attempts = Attempts(config.rollout.workflow)
         self.part_of_a_group = part_of_a_group
-        self._least_scored = least_scored
+        self._min_scored = min_scored
         self.batched = kind_of(config.rollout.engine.kind).batches
         self.recorded = recorded
         self._vocab_size = folder_vocab_size(config.model.path)
         self._stages = Stages()
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
-        """The groups of the draws, in the order of `prompts`, the failed ones among them.
+        """The groups of the draws, in the order of `prompts`, failed ones included.
 
         Args:
-            prompts: by draw.
+            prompts: prompts by draw.
 
         Raises:
-            RunFailed: an engine failed, or the reward; names it. All groups are given up then.
-            UserError: the workflow says that the configuration is wrong.
+            RunFailed: an engine or the reward failed; names it. All groups are given up then.
+            UserError: the workflow reports a wrong configuration.
         """
         kinds = (False,) if self.greedy is None else (False, True)
         batcher = LockstepBatcher(self.dispatcher.batch) if self.batched else None
@@ -178,13 +178,14 @@ class GroupRunner:
         generators: Mapping[WorkflowKey, Generate],
         batcher: LockstepBatcher | None,
     ) -> Group:
-        """The scored group of one draw, or why there is none."""
+        """The scored group of one draw, or an empty group with the reason."""
         draw, _, _ = next(iter(generators))
-        GROUP.set(group_key(self._seed, draw))  # of this task and those that it starts
+        # inherited by the tasks that this one starts
+        GROUP.set(group_key(self._seed, draw))
         group = Group(draw, [])
         work = [self._samples(key, prompt, one, batcher) for key, one in generators.items()]
         try:
-            # a task costs time, so a single workflow gets none of its own
+            # a task costs time, so a single workflow runs in this one
             made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
             for (_, greedy, _), found in zip(generators, made, strict=True):
                 if isinstance(found, Failure):
@@ -201,7 +202,7 @@ class GroupRunner:
         finally:
             for key in generators:
                 self._stages.leave(key)
-                # not before all have ended: no batch holds some requests of a group that failed
+                # wait until all have ended, so that no batch holds a part of a failed group
                 if batcher:
                     batcher.leave(key)
 
@@ -212,10 +213,11 @@ class GroupRunner:
         generate: Generate,
         batcher: LockstepBatcher | None,
     ) -> list[Sample] | Failure:
-        """What one workflow makes of its prompt, unscored."""
+        """The unscored samples that one workflow makes from its prompt."""
         draw, greedy, rollout = key
         workflow: Any = self.greedy if greedy and self.greedy else self.workflow
-        made: set[int] = set()  # versions that made a token
+        # versions that made at least one token
+        made: set[int] = set()
 
         make: Make
         if rollout == WHOLE:
@@ -248,8 +250,8 @@ class GroupRunner:
     async def _scored(self, group: Group) -> Group:
         """The same group with its rewards, from one call of the scorer.
 
-        A rollout without a score leaves with all its samples. So do all samples of a group with too
-        few scored rollouts, or without a baseline that it needs.
+        A rollout without a score loses all its samples. A group with too few scored rollouts, or
+        without a required baseline, loses all samples.
         """
         if not group.samples:
             return group
@@ -258,8 +260,8 @@ class GroupRunner:
         scored = [sample for sample in group.samples if sample.rollout_id not in lost]
         unscored = [sample for sample in group.samples if sample.rollout_id in lost]
         baselines = [sample.reward for sample in group.greedy if sample.is_scored]
-        # a workflow may make fewer rollouts by itself
-        few = lost and len({sample.rollout_id for sample in scored}) < self._least_scored
+        # only if rollouts were lost: a workflow may make fewer rollouts on purpose
+        few = lost and len({sample.rollout_id for sample in scored}) < self._min_scored
         if not self.part_of_a_group and (few or (group.greedy and not baselines)):
             unscored = group.samples
             scored = []
@@ -270,7 +272,7 @@ class GroupRunner:
     def _staged(
         self, key: WorkflowKey, prompt: Prompt, generate: Generate, versions: set[int]
     ) -> Generate:
-        """`generate` for whole responses, which notes the workflow's stage and the `versions`."""
+        """Wrap `generate` to complete responses, and record the workflow's stage and `versions`."""
 
         async def staged(request: GenerateRequest) -> list[Completion]:
             self._stages.enter(key, "generation", prompt)
@@ -284,10 +286,10 @@ class GroupRunner:
     def _checked(
         self, samples: object, *, draw: int, greedy: bool, versions: Container[int]
     ) -> list[Sample]:
-        """Return the samples of a workflow. Raises RolloutFailed for anything else.
+        """The validated samples of a workflow. Raises RolloutFailed for any other result.
 
         Args:
-            versions: that have made the tokens which the workflow got.
+            versions: versions of the tokens that the workflow received.
         """
         if (
             not isinstance(samples, list)
@@ -306,45 +308,44 @@ class GroupRunner:
                 if not sample.draw == sample.group_id == draw:
                     raise ValueError(
                         f"a sample of draw {sample.draw} and group {sample.group_id}, expected"
-                        f" {draw} for both, the number that the workflow was given"
+                        f" {draw} for both, the number passed to the workflow"
                     )
                 for span in sample.versions:
                     if span.version not in versions:
                         raise ValueError(
-                            f"tokens of policy version {span.version}, expected versions that its"
-                            " completions have"
+                            f"tokens of policy version {span.version}, expected versions of its"
+                            " completions"
                         )
                 for name, key in ({} if greedy else self.recorded).items():
                     if getattr(sample, name) is None:
                         raise ValueError(
-                            f"{key} is on, but a sample has no {name}: give it those of its"
-                            " completions, joined"
+                            f"{key} is on, but a sample has no {name}: join its completions' own"
                         )
         except (ValueError, TypeError, AttributeError) as error:
             raise RolloutFailed("result", str(error)) from error
         return samples
 
     def room(self, samples: int) -> int:
-        """How many groups engines would begin at once.
+        """Number of groups that engines would begin at once.
 
-        Where engines batch call by call, as many as one call takes, once no batch is starting.
+        If engines batch call by call: as many as one call takes, once no batch is starting.
 
         Args:
-            samples: of a group.
+            samples: samples of a group.
         """
-        # these will soon ask for a generation
+        # these workflows will request a generation soon
         starting = self._stages.starting
         kinds = 1 if self.greedy is None else 2
         if not self.batched:
             calls = sum(len(rollouts) for rollouts in self._rollouts.values())
-            # a group with more calls than there are places begins when all of them are free
+            # a group with more calls than slots begins when all slots are free
             calls = min(calls, self.dispatcher.most_calls)
             return (self.dispatcher.free_calls - starting) // calls if calls else 0
         free = 0 if starting else self.dispatcher.free_sequences
         return max(1, free // (samples + kinds - 1)) if free else 0
 
     def describe_wait(self, of: Container[int] | None = None) -> str:
-        """Whom the draws wait for, for error messages. `of`: look at these draws alone."""
+        """Name what the draws wait for, for error messages. `of`: only these draws."""
         gate = "the gate (other workflows have not asked for generation)"
         parties = {
             ("start", "workflow"): f"workflow {self.workflow_name}",
@@ -363,13 +364,13 @@ class GroupRunner:
 
 
 def _rollouts_of(workflow: object, context: WorkflowContext) -> Sequence[int]:
-    """Return the rollouts that the runner runs one by one; WHOLE if the workflow makes groups."""
+    """The rollouts that the runner runs separately; WHOLE if the workflow makes groups."""
     by_rollout = callable(getattr(workflow, "rollout", None))
     return range(context.samples_per_prompt) if by_rollout else (WHOLE,)
 
 
 def _number(samples: Sequence[Sample]) -> None:
-    """Number the samples of a draw where a rollout made several."""
+    """Number the samples of a draw if a rollout made several."""
     if len({sample.index for sample in samples}) < len(samples):
         for place, sample in enumerate(samples):
             sample.index = place

@@ -1,4 +1,4 @@
-"""The runners of a service: of the groups that are trained on, and of held-out prompts."""
+"""Builds the runners of a service: for training groups, and for held-out prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from training's
-# keeps the addresses of greedy requests apart from those of the samples of the same draw
+# keeps the addresses of greedy requests apart from those of the same draw's samples
 BASELINE_SEED = 0x67726565
 
 
@@ -36,7 +36,7 @@ def training_runner(
     *,
     greedy_baseline: bool,
 ) -> GroupRunner:
-    """The runner of the groups that are trained on."""
+    """The runner of training groups."""
     rollout = config.rollout
     seed = config.run.seed
     greedy = _greedy(config, tokenizer)
@@ -52,7 +52,7 @@ def training_runner(
     context = _context(config, sampling, rollout.samples_per_prompt, seed, tokenizer, fleet)
     baseline = _context(config, greedy, 1, seed + BASELINE_SEED, tokenizer, fleet)
     name = config.algorithm.estimator.name
-    # one at an import path may compare them: only registered ones say whether they do
+    # an estimator at an import path may compare groups: only registered ones declare it
     compares = ":" in name or estimator_plugin(name).compares_group
     return GroupRunner(
         config,
@@ -61,7 +61,7 @@ def training_runner(
         context,
         greedy=baseline if greedy_baseline else None,
         recorded=recorded_fields(config),
-        least_scored=2 if compares and rollout.samples_per_prompt > 1 else 1,
+        min_scored=2 if compares and rollout.samples_per_prompt > 1 else 1,
     )
 
 
@@ -79,7 +79,7 @@ def evaluation_runner(
         temperature=given.temperature,
         top_p=given.top_p,
     )
-    # by the name: the samples of a set do not depend on which other sets there are
+    # derived from the name, so that the samples of a set are independent of other sets
     seed = config.run.seed + EVALUATION_SEED + zlib.crc32(given.name.encode())
     samples = given.samples_per_prompt
     context = _context(config, sampling, samples, seed, tokenizer, dispatcher.fleet)
@@ -117,7 +117,7 @@ def _context(
 def _greedy(
     config: Config, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
 ) -> SamplingParams:
-    """Temperature 0, with the stops and, by default, the length of training."""
+    """Sampling at temperature 0, with the stops and, by default, the length of training."""
     given = config.rollout.sampling
     return SamplingParams(
         max_new_tokens=max_new_tokens or given.max_new_tokens,

@@ -5,18 +5,18 @@ Step s (from 1) trains the weights of policy step s - 1. A group of age class t 
 from policy step t (in flight: it was started under t, and can only turn out younger). With
 `max_staleness` k, steps up to t + k + 1 may train on it, and no later step.
 
-Two rules give that bound without dropping anything:
+Two rules keep that bound without dropping anything:
 
-- A group is started only if the steps that will come in time have places for it and for everything
+- A group is started only if the steps within its age limit have slots for it and for everything
   started before it.
-- A step takes the oldest finished groups, but waits while taking them would leave more groups
-  behind, in flight ones counted, than the steps after it can take in time: earliest deadline first,
-  as in scheduling (Liu and Layland, 1973). So the trainer waits for a long response instead of
-  leaving it behind, and no length of response is disfavoured.
+- A step takes the oldest finished groups, but waits if taking them would leave more groups behind,
+  counting those in flight, than the following steps can take in time: earliest deadline first, as
+  in scheduling (Liu and Layland, 1973). So the trainer waits for a long response instead of leaving
+  it behind, and response length causes no bias.
 
-With `oversample` above 1 more groups are started than there are places, since filters will drop
-some. The rest is kept for later steps. Within a class, places go by draw, never by which group
-finished first.
+With `oversample` above 1 more groups are started than there are slots, since filters will drop
+some. Surplus groups are kept for later steps. Within a class, slots go by draw, never by which
+group finished first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers that bound a schedule. Raises ValueError for numbers that make no sense."""
+    """The numbers that bound a schedule. Raises ValueError if they are out of range."""
 
     groups_per_step: int
     max_staleness: int
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass
 class _AgeClass:
-    """The groups of one oldest policy step that no step trained on yet, as sorted draws."""
+    """The groups of one oldest policy step that were not trained on yet, as sorted draws."""
 
     in_flight: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _AgeClass:
         """The draws in flight and the finished ones among the first `count` draws."""
         if count >= len(self):
             return self.in_flight, self.finished
-        # how many of them are finished
+        # number of finished draws among them
         low = 0
         high = len(self.finished)
         while low < high:
@@ -73,7 +73,7 @@ class Scheduler:
     """The groups of a run that are in flight, or finished and not trained on.
 
     Args:
-        policy_step: policy step of the weights in force at the engines.
+        policy_step: policy step of the engines' current weights.
         steps_done: number of training steps whose groups were handed over.
     """
 
@@ -82,12 +82,13 @@ class Scheduler:
         self.policy_step = policy_step
         self.steps_done = steps_done
         self._classes: dict[int, _AgeClass] = {}
-        self._class_of: dict[int, int] = {}  # draw -> age class
+        # draw -> age class
+        self._class_of: dict[int, int] = {}
 
-    # --- starting ---------------------------------------------------------------------------------
+    # --- starts -----------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """How many groups may be started now."""
+        """Number of groups that may be started now."""
         places = (
             self.policy_step + self.rules.max_staleness + 1 - self.steps_done
         ) * self.rules.groups_per_step
@@ -95,7 +96,7 @@ class Scheduler:
         return max(0, math.ceil(free * self.rules.oversample) - self.num_in_flight)
 
     def started(self, draws: Iterable[int]) -> None:
-        """Note that `draws` are in flight, under the policy step in force."""
+        """Record that `draws` are in flight, under the current policy step."""
         for draw in draws:
             if draw in self._class_of:
                 raise ValueError(f"draw {draw} was started already")
@@ -103,13 +104,13 @@ class Scheduler:
             insort(self._age(self.policy_step).in_flight, draw)
 
     def finished(self, draw: int, oldest: int) -> None:
-        """Note a whole group, worth training on. `oldest`: policy step of its oldest token."""
+        """Record a whole, accepted group. `oldest`: policy step of its oldest token."""
         self._leave(draw, self._in_flight_class(draw).in_flight)
         self._class_of[draw] = oldest
         insort(self._age(oldest).finished, draw)
 
     def dropped(self, draw: int) -> None:
-        """Free the place of a group, in flight or finished, that no step will train on."""
+        """Free the slot of a group, in flight or finished, that no step will train on."""
         if draw not in self._class_of:
             raise ValueError(f"draw {draw} is neither in flight nor finished")
         age = self._classes[self._class_of[draw]]
@@ -119,20 +120,21 @@ class Scheduler:
 
     def batch(self) -> list[int] | None:
         """The draws that the next step trains on, the oldest first; None while it has to wait."""
-        if self.num_finished < self.rules.groups_per_step:  # most calls
+        # the usual case
+        if self.num_finished < self.rules.groups_per_step:
             return None
         chosen, _ = self._next()
         return chosen if len(chosen) == self.rules.groups_per_step else None
 
     def must_wait_for(self) -> list[int]:
-        """The draws in flight without which there is no next batch, of the most urgent classes.
+        """The draws in flight that block the next batch, from the most urgent classes.
 
-        Empty if there is a batch.
+        Empty if a batch is ready.
         """
         return self._next()[1]
 
     def hand_over(self, draws: Sequence[int]) -> None:
-        """Give the next step the draws that `batch` gave."""
+        """Give the next step the draws that `batch` returned."""
         if len(draws) != self.rules.groups_per_step:
             raise ValueError(f"got {len(draws)} groups, a step takes {self.rules.groups_per_step}")
         for draw in draws:
@@ -150,17 +152,17 @@ class Scheduler:
         self.steps_done += 1
 
     def published(self, policy_step: int) -> None:
-        """Note that the weights of `policy_step` are in force at the engines."""
+        """Record that engines have the weights of `policy_step`."""
         if policy_step < self.policy_step:
             raise ValueError(
-                f"policy step {policy_step} after {self.policy_step}: they never go back"
+                f"policy step {policy_step} after {self.policy_step}: they never decrease"
             )
         self.policy_step = policy_step
 
     def expired(self) -> list[int]:
-        """The draws, in flight or finished, that no step to come may train on.
+        """The draws, in flight or finished, that no future step may train on.
 
-        With `oversample` 1 there are none.
+        With `oversample` 1 the list is empty.
         """
         late = [age for t, age in sorted(self._classes.items()) if t < self._oldest_allowed]
         return [draw for age in late for draw in sorted((*age.in_flight, *age.finished))]
@@ -169,19 +171,19 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """How many groups are in flight."""
+        """Number of groups in flight."""
         return sum(len(age.in_flight) for age in self._classes.values())
 
     @property
     def num_finished(self) -> int:
-        """How many groups are finished and not handed over."""
+        """Number of groups that are finished and not handed over."""
         return sum(len(age.finished) for age in self._classes.values())
 
     @classmethod
     def restore(cls, rules: Rules, step: int, finished: Iterable[Sequence[Any]]) -> Scheduler:
-        """The scheduler of a run that goes on behind `step`, with nothing in flight.
+        """The scheduler of a run that continues after `step`, with nothing in flight.
 
-        The rules may have changed since: see `expired`.
+        The rules may have changed since then: see `expired`.
 
         Args:
             finished: [policy step of the oldest token, its sorted draws] of the finished groups.
@@ -192,20 +194,21 @@ class Scheduler:
             scheduler._class_of.update(dict.fromkeys(draws, t))
         return scheduler
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _next(self) -> tuple[list[int], list[int]]:
-        """The finished draws of the next batch so far, and the draws in flight it waits for."""
+        """The finished draws chosen for the next batch, and the draws in flight that block it."""
         wanted = self.rules.groups_per_step
         chosen: list[int] = []
-        in_flight: list[int] = []  # of this class and older ones
+        # draws in flight of this class and older ones
+        in_flight: list[int] = []
         for t, going, finished in self._placed():
             chosen += finished[: wanted - len(chosen)]
             in_flight += going
-            # no class has more groups than places: the steps after the next can take the rest
+            # no class has more groups than slots: the following steps can take the rest
             if len(chosen) == wanted:
                 return chosen, []
-            # they cannot: no younger group may go before these
+            # later steps lack slots for the rest: no younger group may go first
             if len(in_flight) > self._places(t) - wanted:
                 break
         return chosen, in_flight
@@ -216,11 +219,11 @@ class Scheduler:
         return self.steps_done - self.rules.max_staleness
 
     def _places(self, t: int) -> int:
-        """The places in all steps, from the next on, that may take groups of age class `t`."""
+        """Number of slots in all steps from the next on that may take groups of age class `t`."""
         return (t - self._oldest_allowed + 1) * self.rules.groups_per_step
 
     def _placed(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """(age class, draws in flight, draws finished) of groups with a place, oldest first."""
+        """(age class, draws in flight, draws finished) of groups with a slot, oldest first."""
         placed = 0
         for t in sorted(t for t in self._classes if t >= self._oldest_allowed):
             age = self._classes[t]

@@ -118,7 +118,7 @@ def test_a_part_that_makes_a_step_impossible_is_named(make_service, sections, me
         ("large token", r"token 0 is 2000000000, expected ids"),
         ("log-prob of nan", r"the log-prob of trainable token 0 is nan, expected a finite number"),
         ("log-prob above 0", r"the log-prob of trainable token 0 is 5\.0, expected"),
-        ("version", r"tokens of policy version 999, expected versions that its completions have"),
+        ("version", r"tokens of policy version 999, expected versions of its completions"),
     ],
 )
 def test_what_no_policy_can_have_made_is_a_failed_rollout(

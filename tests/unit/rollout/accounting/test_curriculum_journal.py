@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_ledger_machine import curriculum_stream, samples_of
-from test_settle import buffered
+from test_restore_groups import buffered
 
 from rlcore.data.curriculum.history import num_results
 from rlcore.errors import DataError
@@ -22,7 +22,7 @@ from rlcore.runs.checkpoints import Checkpoint
 from rollout.accounting.audit import PromptsOfRows, check_checkpoint, check_rows
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import settle
+from rollout.collection.buffer import restore_groups
 
 SIZE = 40
 
@@ -146,7 +146,7 @@ def test_what_a_service_keeps_when_its_trainer_goes_back_keeps_rows_and_results(
     groups = [buffered(3, 0, 0), buffered(8, 1, 1), buffered(9, 1, 2)]
     buffer = {one.group.draw: one for one in groups}
     queue.restore(saved)
-    assert settle(queue, buffer, [buffered(2, 0, 0)], step=1) == [9]
+    assert restore_groups(queue, buffer, [buffered(2, 0, 0)], step=1) == [9]
     queue.keep_journal(path)
     # 8 is kept; 6 and 7, which were trained on, and 9 are drawn again, of the same rows
     assert queue.ledger.requeued() == [4, 5, 6, 7, 9]

@@ -253,7 +253,7 @@ def start_with(ledger: str) -> str:
         ],
         (
             '{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}',
-            "2: a start from step 3, of which there is no cut",
+            "2: a start from step 3, which has no cut",
         ),
     ],
 )

@@ -65,9 +65,9 @@ def test_tokens_of_ancestors_are_right(step: int, trained: int, made: list[int])
         (5, 11, [10], "version 10, of step 5 of a trainer that was rolled back behind it"),
         (2, 2, [3], "version 3, of policy step 2: rollout.max_staleness was 1"),  # of the future
         (2, 2, [7], "version 7, which was never published"),
-        (3, 3, [3], "step 3 is recorded of a trainer that was started again from before it"),
-        (5, 5, [5], "step 5 is recorded of a trainer that was started again from before it"),
-        (6, 10, [10], "step 6 is recorded of a trainer that was started again from before it"),
+        (3, 3, [3], "step 3 was recorded by a trainer that was restarted from an earlier step"),
+        (5, 5, [5], "step 5 was recorded by a trainer that was restarted from an earlier step"),
+        (6, 10, [10], "step 6 was recorded by a trainer that was restarted from an earlier step"),
         (4, 9, [9], "step 4 has trained version 9, which is of step 4"),
         (4, None, [8], "step 4 has trained version None, which was never published"),
     ],

@@ -33,7 +33,7 @@ def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
             versions.add(Version(step + 1, step, 0))
         filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
         collector = Collector(
-            config, queue, runner, filters, versions, steps=100, busy_s=lambda: 0.0
+            config, queue, runner, filters, versions, steps=100, busy_seconds=lambda: 0.0
         )
         return collector, queue, runner
 

@@ -125,7 +125,7 @@ def test_the_error_of_a_stale_group_is_only_logged(make, caplog):
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert (
-        "draws [3] were given up, and what made them then failed: workflow sandboxed failed"
+        "draws [3] were given up, and their task then failed: workflow sandboxed failed"
         in caplog.text
     )
 

@@ -92,8 +92,8 @@ async def test_aborted_groups_are_not_reported_as_stale(make):
         await collector.collect(1)
     assert (
         str(caught.value)
-        == "step 1 has 0 of 1 groups after 16 draws: 16 were aborted by an engine; look for why in"
-        " the logs of the engines"
+        == "step 1 has 0 of 1 groups after 16 draws: 16 were aborted by an engine; see the"
+        " engines' logs for the reason"
     )
 
 

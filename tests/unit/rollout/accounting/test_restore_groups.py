@@ -13,7 +13,7 @@ from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.rollouts import decode_samples
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import BufferedGroup, ages, decode, settle
+from rollout.collection.buffer import BufferedGroup, ages, decode, restore_groups
 from rollout.collection.group_runner import Group
 
 
@@ -99,7 +99,7 @@ def test_everything_starts_again():
     again = new()
     back: dict[int, BufferedGroup] = {}
     again.restore(state)
-    assert settle(again, back, decode(state["ahead"]["groups"]), step=1) == []
+    assert restore_groups(again, back, decode(state["ahead"]["groups"]), step=1) == []
     assert list(back) == [2, 3]
     assert [states(again)[draw] for draw in range(6)] == ["consumed by step 1"] * 2 + [
         "finished"
@@ -132,7 +132,7 @@ def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
     queue.ledger.drop(8, "zero_variance")
 
     queue.restore(state)
-    assert settle(queue, buffer, decode(state["ahead"]["groups"]), step=1) == [7]
+    assert restore_groups(queue, buffer, decode(state["ahead"]["groups"]), step=1) == [7]
     queue.keep_journal(tmp_path / "ledger.jsonl")
     queue.close()
     assert list(buffer) == [2, 3, 5, 9]
@@ -195,7 +195,7 @@ def test_a_group_of_a_consumed_draw_is_a_contradiction():
     state = at_step(queue, 1, buffer)
     queue.restore(state)
     with pytest.raises(ValueError, match="draw 0 is consumed by step 1, expected in flight"):
-        settle(queue, buffer, [buffered(0, 0, 0)], step=1)
+        restore_groups(queue, buffer, [buffered(0, 0, 0)], step=1)
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -209,6 +209,6 @@ def test_the_ledger_is_read_as_often_for_many_groups_as_for_one(
     times = []
     read = queue.ledger._array
     monkeypatch.setattr(queue.ledger, "_array", lambda *start: times.append(start) or read(*start))
-    settle(queue, {}, [buffered(draw, 0, 0) for draw in range(count)], step=0)
+    restore_groups(queue, {}, [buffered(draw, 0, 0) for draw in range(count)], step=0)
     assert len(times) == 2, "where the stream is, and what is unsettled"
     assert queue.take(1) == [count]
