@@ -61,8 +61,8 @@ MUTANTS = [
     ("optimizer steps even in segments", "rlcore/data/packing/plan.py", "balance([float(len(rollouts[g])) for g in order], minibatches)",
      "balance([float(len(groups[g])) for g in order], minibatches)", "tests/unit/data/packing/test_balance.py"),
     # the tree of a conversation, and what is measured of it
-    ("a shared turn trained in each of its samples", S + "samples.py", "not node.untrained} - trained", "not node.untrained}", TREES),
-    ("a turn that is left out makes a sample", S + "tree.py", "node.turn is not None and not node.untrained)", "node.turn is not None)",
+    ("a shared turn trained in each of its samples", S + "samples.py", "not node.dropped} - trained", "not node.dropped}", TREES),
+    ("a turn that is left out makes a sample", S + "tree.py", "node.turn is not None and not node.dropped)", "node.turn is not None)",
      CONVERSATION + "::test_a_rollout_is_measured_once"),
     ("of a path every turn makes a sample", S + "tree.py", "if counts(node) and node not in followed:", "if counts(node):",
      CONVERSATION + "::test_tokens_are_those_of_full_rendering"),

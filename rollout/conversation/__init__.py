@@ -1,1 +1,1 @@
-"""Conversations of many turns: an append-only tree of tokens, and the samples that it gives."""
+"""Conversations of many turns: an append-only tree of tokens, and the samples made from it."""

@@ -1,11 +1,11 @@
-"""The run's chat template, asked what new messages add behind a turn of the model.
+"""Asks the run's chat template what new messages add after a turn of the model.
 
-What the model wrote is never rendered. The text of new messages is cut out of the rendering of a
-synthetic conversation, whose last turn of the model ends in a marker: everything behind that turn's
-stop token. So it holds what the template puts between a stop token and the next message, and the
+The model's own text is never rendered. A synthetic conversation is rendered instead, whose last
+model turn ends in a marker; everything after that turn's stop token is the text of the new
+messages. So it includes what the template puts between a stop token and the next message, and the
 head of the model's next turn.
 
-Each turn is rendered and encoded again. Keeping rendered texts and encoded pieces saved at most
+Each turn is rendered and encoded again. Caching rendered texts and encoded pieces saved at most
 0.9 ms of CPU a turn, measured with sixteen published templates (Qwen3: 0.8 ms, Llama 3: 0.2 ms).
 """
 
@@ -27,22 +27,22 @@ from rlcore.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["tool", "user"]  # what is appended behind a turn of the model
+Kind = Literal["tool", "user"]  # role of the messages appended after a model turn
 Tokens = NDArray[np.int32]
 
-# What stands for the answer; no template escapes digits and letters.
+# Stands for the model's text; no template escapes digits and letters.
 _MARKER = "7f3a9c"
 _THOUGHT = "5b1e8d"
-MAX_KEPT = 1000  # answers of the template about tools, since rows may have tools of their own
+MAX_KEPT = 1000  # cached answers about tools, since every row may have its own tools
 
 
 class ChatTemplate:
     """Renders prompts, and the messages between turns of the model.
 
     Args:
-        stop_token_ids: the tokens with which a turn of the model may end.
+        stop_token_ids: tokens that may end a turn of the model.
         chat_kwargs: further variables of the template.
-        where: who asks, for messages.
+        where: the caller, for messages.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChatTemplate:
 
     @property
     def head(self) -> str:
-        """What the template writes at the head of the model's turn."""
+        """The text that the template writes at the head of a model turn."""
         if not self.tokenizer.chat_template:
             return ""
         asked: list[Message] = [{"role": "user", "content": _MARKER}]
@@ -80,16 +80,16 @@ class ChatTemplate:
         *,
         last_token: int | None,
     ) -> Tokens:
-        """Return the tokens that `new` messages add behind a turn of the model.
+        """The tokens that `new` messages add after a turn of the model.
 
-        Results of tools must come together, in one call, as templates render neighbours as one.
+        Pass all results of tools in one call, since templates render neighbours together.
 
         Args:
-            last_token: the last token of that turn. Where it is no stop token, as the turn was cut,
-                the suffix begins with one.
+            last_token: last token of that turn. If it is no stop token, as in a truncated turn, the
+                suffix begins with one.
 
         Raises:
-            ConfigError: the template refuses these messages, or ends no turn with a stop token.
+            ConfigError: the template refuses the messages, or ends a turn without a stop token.
         """
         roles = tuple(message["role"] for message in new)
         reads_tools = bool(tools) and self._reads(roles, orjson.dumps(tools))
@@ -104,14 +104,14 @@ class ChatTemplate:
         return tokens[1:] if last_token in self._stops else tokens
 
     def keeps_the_past(self, kind: Kind, tools: Sequence[dict[str, Any]] = ()) -> bool:
-        """Return whether full rendering gives what appending gives, for a turn with a thought.
+        """Whether full rendering equals appending, for a turn with a thought.
 
-        Templates that drop the thoughts of earlier turns do not.
+        Templates that drop the thoughts of earlier turns fail this.
         """
         return self._keeps(kind, orjson.dumps(tools))
 
     def _does_read(self, roles: tuple[str, ...], tools_json: bytes) -> bool:
-        """Whether the text of messages of these roles behind a turn depends on the tools.
+        """Whether the text of messages with these roles after a turn depends on the tools.
 
         Most templates write tools at the front, and long schemas take long to render.
         """
@@ -120,18 +120,20 @@ class ChatTemplate:
         with_tools = self._behind_a_turn(probe, tools)
         try:
             return self._behind_a_turn(probe, ()) != with_tools
-        except UserError:  # it refuses results of tools without tools
+        except UserError:
+            # the template refuses tool results without tools
             return True
 
     def _does_keep(self, kind: Kind, tools_json: bytes) -> bool:
-        """Render a synthetic conversation of two turns, whole and bit by bit."""
+        """Render a synthetic conversation of two turns, as a whole and piece by piece."""
         tools = orjson.loads(tools_json)
         asked: list[Message] = [{"role": "user", "content": "a"}]
         new = [_message(kind)]
         begun = self._render(asked, tools, head=True)
         turn = _turn(new, thought=_THOUGHT)
         answered = self._render([*asked, turn], tools)
-        if not answered.startswith(begun):  # a head that says: no thoughts
+        # the head closes the thought, so thoughts cannot be kept
+        if not answered.startswith(begun):
             turn = _turn(new)
             answered = self._render([*asked, turn], tools)
         stop, text = self._behind_a_turn(new, tools)
@@ -144,7 +146,7 @@ class ChatTemplate:
     def _behind_a_turn(
         self, new: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[int, str]:
-        """Return the stop token of the synthetic turn, and the text behind it."""
+        """The stop token of the synthetic turn, and the text after it."""
         asked: Message = {"role": "user", "content": "a"}
         turn = _turn(new)
         try:
@@ -152,7 +154,8 @@ class ChatTemplate:
         except UserError:
             if len(calls := turn.get("tool_calls", ())) < 2:
                 raise
-            turn["tool_calls"] = calls[:1]  # all that Llama 3's takes; results may be more
+            # Llama 3's template takes a single call, though there may be more results
+            turn["tool_calls"] = calls[:1]
             text = self._render([asked, turn, *new], tools, head=True)
         behind = text[text.rindex(_MARKER) + len(_MARKER) :] if _MARKER in text else ""
         found = [(behind.index(t), i) for i, t in self._stops.items() if t and t in behind]
@@ -160,7 +163,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"{self.where}: the chat template of {self.tokenizer.name_or_path!r} ends a turn of"
                 f" the model with none of the stop tokens {sorted(self._stops.values())}; add its"
-                " own to rollout.sampling.stop_token_ids, or take a template for many turns"
+                " own to rollout.sampling.stop_token_ids, or use a template for several turns"
             )
         at, stop = min(found)
         return stop, behind[at + len(self._stops[stop]) :]
@@ -182,13 +185,13 @@ class ChatTemplate:
             add_generation_prompt=head,
             tools=tools,
             chat_kwargs=self.chat_kwargs,
-            # simple templates show results of tools, and no calls
+            # simple templates render tool results but no calls
             every_call=False,
         )
 
 
 def _turn(new: Sequence[Message], *, thought: str | None = None) -> Message:
-    """Return a turn of the model that ends in the marker, and called the tools that answered."""
+    """A model turn that ends in the marker, and calls the tools whose results are in `new`."""
     turn: Message = {"role": "assistant", "content": _MARKER}
     if thought is not None:
         turn["reasoning_content"] = thought

@@ -1,4 +1,4 @@
-"""A conversation with the policy: what it writes enters by token, once, and is never rendered."""
+"""A conversation with the policy: each generated token is stored once and never rendered again."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from rollout.conversation.tree import Node, Tree
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_LIMIT = 1 << 30  # tokens of an engine that knows its own limit
+NO_LIMIT = 1 << 30  # token limit if the engine enforces its own
 FROM_ZERO = ("engine_s", "tool_s", "tool_calls", "tool_errors")  # measured in every conversation
 
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """Tells a workflow, at its construction, how to sample and which random numbers to use.
+    """Gives a workflow, at its construction, the sampling settings and random numbers to use.
 
     A run constructs several workflows: for training, for evaluation, and for the greedy baseline of
     an estimator that needs it. Their requests differ by `seed` alone.
 
     Attributes:
         context: tokens that the engine can hold, prompt and answers together.
-        served: what the running engines say to that, which may have room for fewer; None: nothing.
+        served: the running engines' own limit, which may be smaller; None: unknown.
         chat_kwargs: further variables of the chat template.
     """
 
@@ -62,35 +62,36 @@ class WorkflowContext:
         *,
         tools: Sequence[dict[str, Any]] = (),
     ) -> Conversation:
-        """Begin a conversation with the prompt of a row; a text is continued by tokens alone.
+        """Begin a conversation with the prompt of a row; a text prompt continues by tokens only.
 
         Args:
             draw, index: address of the rollout.
-            tools: in addition to those of the row.
+            tools: tools in addition to those of the row.
         """
         return Conversation(self, prompt, draw, index, generate, tools=tools)
 
     @property
     def max_total_tokens(self) -> int:
-        """The tokens that prompt and answers together may have."""
+        """Token limit of prompt and answers together."""
         served = self.served()
         return self.context if served is None else min(self.context, served)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Renders the messages of all conversations."""
+        """The chat template that renders the messages of all conversations."""
         return ChatTemplate(
             self.tokenizer, self.sampling.stop_token_ids, chat_kwargs=self.chat_kwargs
         )
 
     @cached_property
     def parse(self) -> ReplyParser:
-        """Reads what the model wrote."""
+        """The parser of the model's replies."""
         return ReplyParser(self.tokenizer, self.tool_parser, head=self.template.head)
 
     def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Return the text of tokens, special ones included."""
-        if self.tokenizer.is_fast:  # what lies before it costs more than the decoding
+        """Decode tokens, including special ones."""
+        # bypass the Python wrapper of the tokenizer, which costs more than the decoding
+        if self.tokenizer.is_fast:
             backend = self.tokenizer.backend_tokenizer
             return str(backend.decode(tokens.tolist(), skip_special_tokens=False))
         return str(self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
@@ -98,7 +99,7 @@ class WorkflowContext:
 
 @dataclass
 class _Shared:
-    """What the branches of a rollout share."""
+    """State that the branches of a rollout share."""
 
     context: WorkflowContext
     prompt: Prompt
@@ -106,23 +107,23 @@ class _Shared:
     index: int
     generate: Generate
     tree: Tree = field(default_factory=Tree)
-    made: int = 0  # tokens of the model so far
-    aborted: bool = False  # an engine gave a turn up: the draw is made again
+    made: int = 0  # tokens generated so far
+    aborted: bool = False  # an engine aborted a turn: the draw is made again
     finish_reasons: dict[Node, FinishReason] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FROM_ZERO, 0.0))
 
 
 class Conversation:
-    """One branch of a rollout; the first one begins with the prompt of a row.
+    """One branch of a rollout; the first branch begins with the prompt of a row.
 
-    Calls of one branch take turns: `generate`, then `append` or `fork`, then `generate`. Branches
-    may go on side by side.
+    Calls of one branch alternate: `generate`, then `append` or `fork`, then `generate`. Branches
+    may run concurrently.
 
     Args:
-        prompt: one that is a text can be continued by tokens alone.
-        draw, index: address of the rollout: with the number of a turn it fixes every random number.
-        generate: whole completions of a request.
-        tools: in addition to those of the prompt, as JSON schemas.
+        prompt: a text prompt can be continued by tokens only.
+        draw, index: address of the rollout; with the turn's number it fixes every random number.
+        generate: returns the whole completions of a request.
+        tools: JSON schemas in addition to those of the prompt.
     """
 
     def __init__(
@@ -139,46 +140,49 @@ class Conversation:
         if tools and prompt.messages is None:
             raise _no_chat("tools")
         self._messages = [dict(message) for message in prompt.messages or ()]
-        self._node: Node | None = None  # the last one of this branch
-        self._tokens = prompt.tokens  # of the whole path
-        self._sent = prompt.tokens[:0]  # the last request and its answer
+        # last node of this branch
+        self._node: Node | None = None
+        # tokens of the whole path
+        self._tokens = prompt.tokens
+        # the last request and its answer
+        self._sent = prompt.tokens[:0]
         self.tools: tuple[dict[str, Any], ...] = (*prompt.tools, *tools)
-        # the tokens do not hold all messages and tools: they are to be rendered again
+        # the tokens lack some messages or tools, so all messages must be rendered again
         self._stale = bool(tools)
 
     @property
     def messages(self) -> list[Message]:
-        """All messages so far, those of the model among them."""
+        """All messages so far, including the model's."""
         return list(self._messages)
 
     @property
     def turns(self) -> int:
-        """Turns of the model in this rollout so far, all branches together."""
+        """Number of model turns in this rollout so far, over all branches."""
         return self._shared.tree.turns
 
     @property
     def branches(self) -> int:
-        """Branches of this rollout, without the first, that hold a turn of their own."""
+        """Number of branches, without the first, that have a turn of their own."""
         return self._shared.tree.branches
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens the model may write in its next turn."""
+        """Number of tokens that the model may write in its next turn."""
         return self._budget()[0]
 
     @property
     def sampling(self) -> SamplingParams:
-        """How each turn is sampled."""
+        """The sampling parameters of each turn."""
         return self._shared.context.sampling
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The tokens of this branch so far, [T]: what a next request would begin with."""
+        """The tokens of this branch so far, [T]: the prefix of the next request."""
         return self._tokens
 
     @property
     def completion(self) -> Completion | None:
-        """What the engine gave for the turn just made; None if the model has not just answered."""
+        """The engine's completion of the last turn; None if the model has not just answered."""
         return None if self._node is None else self._node.completion
 
     async def generate(
@@ -187,13 +191,13 @@ class Conversation:
         """Let the model take its turn.
 
         Args:
-            max_new_tokens: the turn's own limit, where it is less than the run's.
-            stop: texts that end the turn, in addition to those of the run.
+            max_new_tokens: limit of this turn, if smaller than the run's.
+            stop: texts that end the turn, in addition to the run's.
 
-        Where a budget leaves no token, nothing is asked: the reply is empty, and its
-        `finish_reason` names the budget ("context", "length" or "turns").
+        If a budget leaves no token, no request is made: the reply is empty, and its `finish_reason`
+        names the budget ("context", "length" or "turns").
 
-        A `finish_reason` of "abort" says that an engine gave the turn up: end the rollout, whose
+        A `finish_reason` of "abort" says that an engine aborted the turn: end the rollout, whose
         draw is made again.
 
         Raises:
@@ -202,7 +206,7 @@ class Conversation:
         shared = self._shared
         if self._answered():
             raise RunFailed(
-                "conversation: the model has just answered; append messages before it goes on"
+                "conversation: the model has just answered; append messages before it continues"
             )
         self._begin()
         left, limit = self._budget()
@@ -233,7 +237,8 @@ class Conversation:
             self.measure("prefilled_tokens", len(request.prompt) - cached)
         reason = completion.finish_reason
         if reason == "length" and size == left:
-            reason = limit  # no other turn has room
+            # the limit leaves no room for another turn
+            reason = limit
         reply = self._read(completion.tokens)
         shared.made += len(completion.tokens)
         self._node = shared.tree.turn(parent, request.turn, completion, reply.message)
@@ -245,11 +250,11 @@ class Conversation:
         return replace(reply, finish_reason=reason, tokens_left=self.tokens_left)
 
     async def append(self, messages: Sequence[Message]) -> None:
-        """Add messages behind the model's turn: results of tools (all of them at once), or others.
+        """Add messages after the model's turn: all results of tools at once, or other messages.
 
         Raises:
-            ConfigError: the template would change earlier turns, and `history` does not say what to
-                do; or it refuses the messages.
+            ConfigError: the template would change earlier turns and `history` is not set, or the
+                template refuses the messages.
         """
         new = check_messages("conversation", "messages", messages)
         if not new:
@@ -257,7 +262,8 @@ class Conversation:
         if self._shared.prompt.messages is None:
             raise _no_chat("messages")
         self._messages += new
-        if self._node is None:  # before the first turn the prompt is rendered with them
+        # before the first turn, the new messages are rendered with the prompt
+        if self._node is None:
             self._stale = True
             return
         if not self._answered():
@@ -282,20 +288,20 @@ class Conversation:
         self._tokens = np.concatenate([self._tokens, added])
 
     def reward(self, value: float) -> None:
-        """Reward the turn that was just made, at its last token; several rewards add up."""
+        """Reward the last turn at its last token; several rewards add up."""
         turn = self._turn_to("reward")
         turn.reward = (turn.reward or 0.0) + float(value)
 
     def discard(self, reason: str) -> None:
-        """Do not train on the turn that was just made: its tokens are context, or in no sample.
+        """Do not train on the last turn: its tokens become context, or belong to no sample.
 
         Args:
             reason: a word; `conversation/untrained_<reason>` counts the tokens.
         """
-        self._turn_to("discard").untrained = reason
+        self._turn_to("discard").dropped = reason
 
     def measure(self, name: str, value: float) -> None:
-        """Add to a measurement of the rollout, whose mean is the metric `conversation/<name>`."""
+        """Add to a measurement of the rollout, averaged as the metric `conversation/<name>`."""
         measured = self._shared.measured
         measured[name] = measured.get(name, 0.0) + float(value)
 
@@ -305,12 +311,12 @@ class Conversation:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> Conversation:
-        """Begin a branch that shares all turns so far; it counts as one once both have gone on.
+        """Begin a branch that shares all turns so far; it counts once both branches have continued.
 
         Args:
-            messages: go on with these instead, rendered again: for a compacted history. Turns that
-                they quote are context there.
-            tools: of the rendering of `messages`, as JSON schemas; default: those of this branch.
+            messages: continue with these instead, rendered again, for a compacted history. Model
+                turns that they quote are context there.
+            tools: JSON schemas for the rendering of `messages`; default: those of this branch.
         """
         branch = Conversation.__new__(Conversation)
         branch.__dict__.update(self.__dict__)
@@ -322,14 +328,14 @@ class Conversation:
         return branch
 
     def samples(self, outcome: float | Mapping[str, float] | None = None) -> list[Sample]:
-        """Return the samples of the whole rollout, one for each leaf of its branches.
+        """The samples of the whole rollout, one for each leaf of its branches.
 
         Args:
-            outcome: the reward of the rollout, or several by name, for parts with
+            outcome: reward of the rollout, or several rewards by name, for parts with
                 `source: workflow`.
 
         Raises:
-            RolloutFailed: no turn of the model is to be trained on.
+            RolloutFailed: no turn of the model is left to train on.
         """
         shared = self._shared
         if isinstance(outcome, int | float):
@@ -351,7 +357,7 @@ class Conversation:
         return found
 
     def end(self, reason: FinishReason) -> None:
-        """Say why the rollout ends here, where it was not the model that ended it."""
+        """Set the reason for which the rollout ends here, if the model itself did not end it."""
         if self._node is not None:
             last = self._node if self._node.turn is not None else self._node.parent
             if last is not None and last.turn is not None:
@@ -361,9 +367,9 @@ class Conversation:
         return self._node is not None and self._node.turn is not None
 
     def _turn_to(self, act: str) -> Node:
-        """Return the turn that was just made."""
+        """The turn that was just made."""
         if self._node is None or self._node.turn is None:
-            raise RunFailed(f"conversation: there is no turn to {act}; call it behind generate()")
+            raise RunFailed(f"conversation: there is no turn to {act}; call it after generate()")
         return self._node
 
     def _why_empty(self) -> str:
@@ -375,14 +381,14 @@ class Conversation:
             room = self._shared.context.max_total_tokens
             why = f"{len(self._tokens)} tokens of messages and tools leave no room in {room}"
         else:
-            why = "it was never asked"
+            why = "the model was never asked"
         return f"there is no turn of the model to train on: {why}"
 
     def _begin(self) -> None:
-        """Make the root of this branch, where it has none.
+        """Create the root of this branch, if it has none.
 
-        A new rendering may begin as the model has seen and written it: then that is gone on
-        from, and trained on, instead.
+        If a new rendering begins with tokens that the model has seen and written, the branch
+        continues from those tokens, and trains on them.
         """
         if self._node is not None:
             return
@@ -397,13 +403,13 @@ class Conversation:
         self._node = tree.context(parent, rest, self._messages[said:])
 
     def _render_again(self) -> None:
-        """Go on from a rendering of all messages."""
+        """Continue from a new rendering of all messages."""
         self._node = None
         self._stale = True
         self._sent = self._sent[:0]
 
     def _changes_the_past(self, new: Sequence[Message]) -> bool:
-        """Whether the messages call for a branch. Raises ConfigError where nobody has chosen."""
+        """Whether the messages require a branch. Raises ConfigError if `history` is not set."""
         context = self._shared.context
         history = context.settings.history
         kind: Kind = "tool" if all(m["role"] == "tool" for m in new) else "user"
@@ -419,7 +425,7 @@ class Conversation:
         )
 
     def _budget(self) -> tuple[int, FinishReason]:
-        """Return the tokens that are left for the next turn, and the budget that says so."""
+        """The number of tokens left for the next turn, and the budget that limits it."""
         shared = self._shared
         limits = shared.context.settings
         if limits.max_turns is not None and shared.tree.turns >= limits.max_turns:
@@ -439,12 +445,12 @@ class Conversation:
         return context.parse(head, text, self.tools)
 
     def _check_append_only(self) -> None:
-        """The prompt is all that was sent and answered, and a suffix."""
-        # bytes: comparing a few hundred tokens takes numpy four times as long
+        """Check that the prompt consists of the last request, its answer and a suffix."""
+        # compare bytes: numpy takes four times as long for a few hundred tokens
         if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():
             raise RunFailed(
-                "conversation: the next request does not begin with what the model was sent and"
-                " wrote; this is a mistake of rlcore"
+                "conversation: the next request does not begin with the tokens that the model was"
+                " sent and wrote; this is a bug in rlcore"
             )
 
 

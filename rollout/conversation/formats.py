@@ -1,7 +1,7 @@
-"""How models write reasoning and calls of tools.
+"""The ways in which models write reasoning and tool calls.
 
-Formats have the names that SGLang's `--tool-call-parser` has for them. A format says of every
-character of a call what it is: a call that has others is not run.
+Formats have the names of SGLang's `--tool-call-parser`. A format accounts for every character of a
+call; a call with other characters is not run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ THINK = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class CallForm:
-    """What stands behind the beginning of a call, as regular expressions.
+    """Regular expressions for the parts of a call after its beginning.
 
     Attributes:
-        head: what comes before the arguments; it may capture the `name`.
-        arguments: what JSON there is: a `map` of arguments, a `call` with its name, a list of
-            `calls`; or an expression that captures `key` and `value` of one argument, a text.
-        end: what comes behind the arguments.
+        head: text before the arguments; it may capture the `name`.
+        arguments: the kind of JSON: a `map` of arguments, a `call` with its name, a list of
+            `calls`; or an expression that captures `key` and `value` of one argument as text.
+        end: text after the arguments.
         margin: text that chat templates write on each side of a value.
     """
 
@@ -32,7 +32,7 @@ class CallForm:
 
     @property
     def is_json(self) -> bool:
-        """Whether the arguments are JSON, and not texts between marks."""
+        """Whether the arguments are JSON rather than texts between marks."""
         return self.arguments in ("map", "call", "calls")
 
     @property
@@ -50,12 +50,12 @@ class Format:
     """One way to write calls.
 
     Attributes:
-        marks: texts that a chat template of this format has, all of them.
-        begin: where a call begins.
-        forms: what may follow; the first one that fits counts.
-        until: where reading goes on behind a call that cannot be read; else it has the rest.
+        marks: texts that identify a chat template of this format; it must contain all of them.
+        begin: the beginning of a call.
+        forms: possible continuations; the first that fits counts.
+        until: where reading resumes after an unreadable call; without it, the call takes the rest.
         thought: the beginning and the end of a thought.
-        said: those of a text that is neither, where it has marks.
+        said: the marks of plain text, if it has any.
     """
 
     marks: tuple[str, ...]
@@ -66,7 +66,7 @@ class Format:
     said: tuple[str, str] | None = None
 
 
-# A value ends at its mark, and no other argument begins in it: then a mark is missing.
+# A value ends at its mark. If another argument begins inside it, a mark is missing.
 _PARAMETER = r"[^<]*(?:<(?!/parameter>|parameter=)[^<]*)*"
 _ARG_VALUE = r"[^<]*(?:<(?!/arg_value>|arg_value>|arg_key>)[^<]*)*"
 
@@ -83,11 +83,11 @@ _TYPE = r"\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*"
 _MESSAGE_END = r"<\|(?:call|end|return)\|>"
 _TEXT_END = r"<\|(?:end|return)\|>"
 
-# A call without a mark at its end has nothing behind it in its line.
+# A call without an end mark must be the last thing on its line.
 _MISTRAL_CALL = r"\[TOOL_CALLS\]"
 _MISTRAL_END = rf"[^\S\n]*(?=\Z|\n|{_MISTRAL_CALL})"
 
-# some models write the kind in front; in other JSON a map with a name is no call
+# some models write the kind first; other JSON maps with a name are no calls
 _LLAMA_CALL = (
     r"(?<!\":)(?<!\":\s)(?<![,\[{])(?<![,\[{]\s)"
     r"(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:)"

@@ -1,7 +1,7 @@
-"""From the text of a turn to a message: its reasoning, its calls of tools, and what is left.
+"""Parses the text of a turn into a message: reasoning, tool calls, and the remaining text.
 
 A call is run only if every character of it is understood and its arguments fit the tool's schema.
-Any other is a call with a problem, which the model reads as the result of the call.
+Any other call carries an error, which the model reads as the result of the call.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from rlcore.errors import ConfigError
 from rollout.conversation.formats import FORMATS, THINK
 from rollout.conversation.reading import TemplateReader, TurnReader
 from rollout.conversation.reply import Reply, ToolCall, Turn
-from rollout.conversation.tool_schemas import problem_of, typed
+from rollout.conversation.tool_schemas import call_error, typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "rollout.tool_parser"
-DEFAULT = "hermes"  # for a chat template that shows no calls
+DEFAULT = "hermes"  # format if the chat template shows no calls
 
 
 class ReplyParser:
     """Reads the turns of one model.
 
     Args:
-        tokenizer: its own response template counts first, then the format of its chat template.
-        name: a format of `FORMATS` instead.
-        head: what the chat template writes at the head of a turn; it may open the reasoning.
+        tokenizer: its own response template takes precedence over its chat template's format.
+        name: name of a format of `FORMATS` to use instead.
+        head: text that the chat template writes at the head of a turn; it may open the reasoning.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: the format is unknown.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class ReplyParser:
 
     @property
     def reads_sent(self) -> bool:
-        """Whether a turn cannot be read without the end of what the model was sent."""
+        """Whether reading a turn needs the end of the text that the model was sent."""
         return self._own is not None
 
     def __call__(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> Reply:
         """Read a turn.
 
         Args:
-            sent: the end of what the model was sent, for a template of the tokenizer's own.
-            text: what it wrote, special tokens included but for the stop token.
-            tools: what may be called. Without any, what looks like a call is text.
+            sent: end of the text that the model was sent, for a tokenizer's own response template.
+            text: the model's text, including special tokens but not the stop token.
+            tools: the callable tools. Without any, everything that looks like a call is text.
 
         Returns:
             A reply without finish reason and budget.
 
         Raises:
-            DataError: the schema of a tool is none.
+            DataError: a tool has an invalid schema.
         """
         if self._own is not None:
             turn = self._own(sent, text, calls=bool(tools))
@@ -98,22 +98,23 @@ def _reply(text: str, turn: Turn, tools: Sequence[dict[str, Any]]) -> Reply:
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the name of the format that the chat template shows."""
+    """The name of the format that the chat template shows."""
     template = str(tokenizer.chat_template or "")
     found = (name for name, form in FORMATS.items() if all(m in template for m in form.marks))
     return next(found, DEFAULT)
 
 
 def as_json(value: Any) -> str:
-    """Return JSON that every program can read.
+    """Encode as JSON that every program can read.
 
     Raises:
-        ValueError: half a surrogate pair, or nested too deep.
+        ValueError: the value has half a surrogate pair, or is nested too deep.
     """
     try:
         return orjson.dumps(value).decode()
     except TypeError:
-        pass  # whole numbers beyond 64 bits are fine
+        # whole numbers beyond 64 bits are valid
+        pass
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         orjson.dumps(json.loads(text, parse_int=float))
@@ -123,17 +124,17 @@ def as_json(value: Any) -> str:
 
 
 def _checked(number: int, call: ToolCall, tools: Sequence[dict[str, Any]]) -> ToolCall:
-    """Return a call with its id and typed arguments, or with the problem that it has."""
+    """The call with its id and typed arguments, or with an error."""
     call = replace(call, id=f"call{number:05d}")
     if (arguments := call.arguments) is not None:
         try:
             if call.as_texts:
                 arguments = typed(call.name, arguments, tools)
             as_json([call.name, arguments])
-            problem = problem_of(call.name, arguments, tools)
-            return replace(call, arguments=arguments, problem=problem)
+            message = call_error(call.name, arguments, tools)
+            return replace(call, arguments=arguments, error=message)
         except ValueError as error:
-            problem = f"a call must be JSON that can be written again: {error}"
-            call = replace(call, arguments=None, problem=problem)
-    # half of a surrogate pair, which nothing can write
+            message = f"a call must be JSON that can be written again: {error}"
+            call = replace(call, arguments=None, error=message)
+    # replace half of a surrogate pair, which cannot be encoded
     return replace(call, name=call.name.encode(errors="replace").decode())

@@ -1,8 +1,8 @@
-"""Splits a turn into what was said, thoughts, and calls of which every character is understood.
+"""Splits a turn into plain text, thoughts, and calls of which every character is understood.
 
-The format is one of ours, or the response template that a tokenizer brings. Of the latter,
-transformers finds the calls and says what their fields mean; but its content parsers skip what they
-do not know, which here makes a call one that cannot be read.
+The format is one of ours, or the response template that a tokenizer brings. For a response
+template, transformers finds the calls and interprets their fields, but its content parsers skip
+unknown text; a call with such text counts as unreadable here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rollout.conversation.reply import ToolCall, Turn
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
-SIGNS = re.compile(r"[<\[{]")  # with which all parts begin, except at the head of a turn
+SIGNS = re.compile(r"[<\[{]")  # first characters of all parts, except at the head of a turn
 CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
-# of the response templates of transformers
+# names in the response templates of transformers
 CALLS = "tool_calls"
 BODY = "body of a call"
 SHAPE = "a call must be of the form that the chat template shows"
@@ -45,7 +45,7 @@ class TurnReader:
         self._until = _compiled(form.until)
 
     def __call__(self, text: str, *, calls: bool) -> Turn:
-        """Read a turn, in which what looks like a call is text unless `calls` is set."""
+        """Read a turn; everything that looks like a call is text unless `calls` is set."""
         turn = Turn()
         pattern = self._next if calls else self._next_without_calls
         at = 0
@@ -63,31 +63,31 @@ class TurnReader:
         return turn
 
     def _call(self, text: str, begin: re.Match[str]) -> tuple[list[ToolCall], int]:
-        """Return the calls that begin here, mostly one, and where they end."""
+        """The calls that begin here, usually one, and their end."""
         name = ""
-        problem = self._forms[0].shape
+        message = self._forms[0].shape
         for form in self._forms:
             head = _compiled(form.head).match(text, begin.end())
             if head is None:
                 continue
             name = (head.groupdict().get("name") or "").strip()
-            problem = form.shape
+            message = form.shape
             try:
                 found, at = _arguments(form, text, head.end())
             except (ValueError, RecursionError) as error:
-                problem += f" ({error})"
+                message += f" ({error})"
                 continue
             if end := _compiled(form.end).match(text, at):
                 raw = text[begin.start() : end.end()]
                 return _calls(form, raw, name, found), end.end()
-        # one that begins at its end would be found again
+        # search from at least one character later, so as not to find the same call again
         stop = self._until.search(text, max(begin.end(), begin.start() + 1))
         last = stop.end() if stop else len(text)
-        return [ToolCall(text[begin.start() : last], name, problem=problem)], last
+        return [ToolCall(text[begin.start() : last], name, error=message)], last
 
 
 def _arguments(form: CallForm, text: str, at: int) -> tuple[Any, int]:
-    """Return the arguments that begin at a place, and where they end; raises as `read_json`."""
+    """The arguments that begin at `at`, and their end; raises like `read_json`."""
     if form.is_json:
         return read_json(text, at)
     found: dict[str, str] = {}
@@ -102,7 +102,7 @@ def _arguments(form: CallForm, text: str, at: int) -> tuple[Any, int]:
 
 
 def _calls(form: CallForm, raw: str, name: str, found: Any) -> list[ToolCall]:
-    """Return the calls of what was read."""
+    """The calls in parsed arguments."""
     if not form.is_json:
         return [ToolCall(raw, name, found, as_texts=True)]
     if form.arguments == "map":
@@ -112,30 +112,31 @@ def _calls(form: CallForm, raw: str, name: str, found: Any) -> list[ToolCall]:
 
 
 def _call_of(raw: str, call: Any, shape: str) -> ToolCall:
-    """Return the call that a map says; `shape` is the message about a map of another shape."""
+    """The call that a map describes; `shape` is the message about a map of another shape."""
     given = call if isinstance(call, dict) else {}
     name = given.get("name")
     arguments = given.get("arguments", given.get("parameters"))
-    problem = shape
-    if isinstance(arguments, str):  # some models write JSON in a text
+    message = shape
+    # some models write the arguments as JSON inside a string
+    if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)
         except (ValueError, RecursionError) as error:
-            problem += f" ({error})"
+            message += f" ({error})"
     if not isinstance(name, str):
-        return ToolCall(raw, problem=problem)
+        return ToolCall(raw, error=message)
     understood = (
         given.keys() <= CALL_KEYS
         and not {"arguments", "parameters"} <= given.keys()
         and given.get("type", "function") == "function"
     )
     if not understood or not isinstance(arguments, dict):
-        return ToolCall(raw, name.strip(), problem=problem)
+        return ToolCall(raw, name.strip(), error=message)
     return ToolCall(raw, name.strip(), arguments)
 
 
 def _next(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
-    """Return where a part begins; a tenth of the time of a search in long texts."""
+    """The next match of a part's beginning; ten times as fast as a plain search in long texts."""
     if not at and (found := pattern.match(text)):
         return found
     for sign in SIGNS.finditer(text, at):
@@ -153,13 +154,13 @@ class TemplateReader:
     """Reads turns by a response template of transformers.
 
     Args:
-        given: the template, as the tokenizer has it.
+        given: the template, as stored in the tokenizer.
     """
 
     def __init__(self, given: Any) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        # checked and compiled once, not turn by turn
+        # check and compile the template once, rather than in every turn
         template = load_response_template(given)
         fields = dict(template.fields)
         self._calls = fields.pop(CALLS, None)
@@ -170,15 +171,16 @@ class TemplateReader:
             self._template = replace(template, fields=raw)
 
     def __call__(self, sent: str, text: str, *, calls: bool) -> Turn:
-        """Read a turn; `sent` is the end of what the model was sent, which may begin a field."""
+        """Read a turn; `sent` is the end of the text sent to the model, which may begin a field."""
         from transformers.utils.chat_parsing import ResponseParser
 
         parser = ResponseParser(self._template if calls else self._without_calls, prefix=sent)
-        # `feed` would look for what later text may still change, and there is none
+        # `feed` would wait for text that might change the result, but none follows
         parser._buffer += text
         try:
             found, _ = parser.finalize()
-        except (ValueError, KeyError, RecursionError):  # a field is not what it says
+        except (ValueError, KeyError, RecursionError):
+            # a field does not match its declared type
             return Turn(said=[text])
         turn = Turn(
             said=[str(found.get("content") or "")],
@@ -202,7 +204,7 @@ class TemplateReader:
             found = process_field(body, field, captures)
             json.dumps(found, allow_nan=False)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            return [ToolCall(body, name, problem=f"{SHAPE} ({error})")]
+            return [ToolCall(body, name, error=f"{SHAPE} ({error})")]
         as_texts = field.content != "json"
         return [
             replace(_call_of(body, one, SHAPE), as_texts=as_texts)
@@ -212,7 +214,7 @@ class TemplateReader:
 
 
 def _unparsed(field: ResponseTemplateField) -> ResponseTemplateField:
-    """Return a field of calls that keeps its captures and what it encloses as texts."""
+    """A field for calls that keeps its captures and its content as text."""
     return replace(
         field,
         content="text",
@@ -232,7 +234,7 @@ def _is_open(body: str, text: str, field: ResponseTemplateField) -> bool:
 
 
 def _check_whole(body: str, field: ResponseTemplateField) -> None:
-    """Raise ValueError where the content parser of a field would skip or replace something."""
+    """Raise ValueError if the content parser of a field would skip or replace something."""
     args = field.content_args
     if field.content == "json":
         if not args.keys() & {"unquoted_keys", "string_delims"}:

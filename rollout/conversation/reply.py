@@ -1,4 +1,4 @@
-"""What the model said in a turn, as a message."""
+"""The model's reply in a turn, as a message."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from rlcore.data.sample import FinishReason
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool; one with a problem is not run, and the problem is the tool's answer.
+    """A call of a tool. A call with an error is not run, and its result is the error.
 
     Attributes:
-        raw: all of its text, as the model wrote it.
-        arguments: None if they cannot be read. Those that the tool's schema refuses, or that call
-            no tool there is, are as the model wrote them.
-        id: counts the calls of the reply.
-        as_texts: the values were written as texts, and the tool's schema says of which type they
-            are.
+        raw: its full text, as the model wrote it.
+        arguments: None if they are unreadable. Arguments that the tool's schema refuses, or of an
+            unknown tool, are as the model wrote them.
+        id: number of the call within the reply.
+        as_texts: the values were written as texts, and the tool's schema gives their types.
     """
 
     raw: str
     name: str = ""
     arguments: dict[str, Any] | None = None
-    problem: str = ""
+    error: str = ""
     id: str = ""
     as_texts: bool = False
 
@@ -44,10 +43,10 @@ class Reply:
     """A turn of the model.
 
     Attributes:
-        text: what is neither reasoning nor a call.
-        finish_reason: "stop", or the budget that ended it.
-        tokens_left: of the smallest budget of the rollout.
-        raw: all of it, stop token excluded.
+        text: the text without reasoning and calls.
+        finish_reason: "stop", or the budget that ended the turn.
+        tokens_left: tokens left in the smallest budget of the rollout.
+        raw: the full text without the stop token.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""The samples of a rollout: that of one response, or one for each leaf of its tree."""
+"""Makes the samples of a rollout: one response, or one sample for each leaf of its tree."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rollout.conversation.tree import Node, Tree
 
 
 def of_prompt(prompt: Prompt, draw: int, index: int) -> dict[str, Any]:
-    """Return the fields that identify the rollout of a sample, and those of its prompt."""
+    """The fields that identify a sample's rollout, and the fields of its prompt."""
     return {
         "draw": draw,
         "index": index,
         "prompt_id": prompt.prompt_id,
         "group_id": draw,
-        # unique in a run, whatever the number of samples a draw
+        # unique within a run, for any number of samples per draw
         "rollout_id": (draw << 20) + index,
         "prompt_text": prompt.text,
         "label": prompt.label,
@@ -66,21 +66,21 @@ def samples_of(
     finish_reasons: Mapping[Node, FinishReason],
     measured: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Sample]:
-    """Return one sample for each leaf, in the order in which their last turns were made.
+    """One sample for each leaf, in the order in which their last turns were made.
 
-    A turn is trainable in the first sample that holds it, and context in the others.
+    A turn is trainable in the first sample that contains it, and context in the others.
 
     Args:
         draw, index: address of the rollout; its samples share `rollout_id`.
-        outcome: what the workflow itself says of the rollout, by name.
-        finish_reasons: of the leaves, where they differ from those of their completions.
-        measured: of the rollout, by name; the first sample holds it, with the counts of tokens.
+        outcome: the workflow's own rewards of the rollout, by name.
+        finish_reasons: by leaf, if they differ from those of the completions.
+        measured: measurements by name; the first sample holds them, with the counts of tokens.
     """
     trained: set[Node] = set()
     found = []
     for leaf in tree.leaves():
         path = leaf.path()
-        own = {node for node in path if node.turn is not None and not node.untrained} - trained
+        own = {node for node in path if node.turn is not None and not node.dropped} - trained
         trained |= own
         sample = _sample(path, own, prompt, draw, index)
         sample.finish_reason = finish_reasons.get(leaf, sample.finish_reason)
@@ -92,7 +92,7 @@ def samples_of(
 
 
 def _counts(tree: Tree, trained: set[Node]) -> dict[str, float]:
-    """Return the tokens of the rollout: made, trained, left out by reason, and the context's."""
+    """Token counts of the rollout: made, trained, dropped by reason, and context."""
     turns = [node for node in tree.nodes if node.turn is not None]
     sent = {node for turn in turns for node in turn.path() if node.turn is None}
     found = {
@@ -101,8 +101,8 @@ def _counts(tree: Tree, trained: set[Node]) -> dict[str, float]:
         "context_tokens": float(sum(len(node.tokens) for node in sent)),
     }
     for node in turns:
-        if node.untrained:
-            name = UNTRAINED + node.untrained
+        if node.dropped:
+            name = UNTRAINED + node.dropped
             found[name] = found.get(name, 0.0) + len(node.tokens)
     return found
 
@@ -155,7 +155,7 @@ def _sample(path: list[Node], own: set[Node], prompt: Prompt, draw: int, index: 
 
 
 def _token_rewards(turns: list[Node], size: int) -> Any:
-    """Put the reward of each turn onto its last token; None if no turn has one."""
+    """Put the reward of each turn onto its last token; None if no turn has a reward."""
     if all(node.reward is None for node in turns):
         return None
     rewards = np.zeros(size, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Whether the arguments of a call fit the JSON schema of its tool."""
+"""Checks the arguments of a call against the JSON schema of its tool."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 Tools = Sequence[Mapping[str, Any]]
-# Requests choose the schemas, and their validators outlive them: a longer one is made each time.
+# Schemas come from requests, and cached validators outlive these: longer schemas are not cached.
 MAX_KEPT_BYTES = 16 << 10
-# Types of Python, which tools of public data sets have. Others that JSON schema does not know ask
-# for nothing.
+# Python type names, which tools of public data sets use. Other type names that JSON schema does not
+# know constrain nothing.
 TYPES = {
     "array": "array", "boolean": "boolean", "integer": "integer", "null": "null",
     "number": "number", "object": "object", "string": "string",
     "bool": "boolean", "dict": "object", "double": "number", "float": "number", "int": "integer",
     "list": "array", "str": "string", "tuple": "array",
 }  # fmt: skip
-# Keywords whose values are no schemas.
+# Keywords whose values are not schemas.
 VALUES = frozenset({"const", "default", "enum", "example", "examples", "required"})
-# Keywords that may allow further arguments than `properties`.
+# Keywords that may allow arguments beyond `properties`.
 OPEN = frozenset(
     {
         "$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties",
         "unevaluatedProperties",
     }
 )  # fmt: skip
-# Keywords that ask for nothing.
+# Keywords without effect on validation.
 WORDS = frozenset({"default", "deprecated", "description", "example", "examples", "title"})
-PYTHON = {"True": True, "False": False, "None": None}  # as chat templates write them
+PYTHON = {"True": True, "False": False, "None": None}  # Python literals that chat templates write
 
 
 def check_tools(tools: Tools) -> None:
-    """Refuse a tool whose schema nothing can be checked against (DataError)."""
+    """Refuse a tool with an invalid schema (DataError)."""
     for tool in tools:
         _validator(tool)
 
 
-def problem_of(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
-    """Say why a tool cannot be called so; "" if it can.
+def call_error(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
+    """The reason for which a call is invalid; "" if it is valid.
 
-    An argument that the schema does not name is a problem, unless the schema speaks of others.
+    An argument that the schema does not name is an error, unless the schema allows others.
 
     Raises:
-        DataError: the schema is none.
+        DataError: the schema is invalid.
     """
     tool = _named(name, tools)
     if tool is None:
@@ -73,9 +73,9 @@ def problem_of(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
 
 
 def typed(name: str, texts: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
-    """Return arguments that a format writes as texts with the types that the schema wants.
+    """Convert arguments that a format writes as texts to the types of the schema.
 
-    What is no JSON of such a type stays a text.
+    Text that is not JSON of such a type stays a text.
     """
     tool = _named(name, tools)
     if tool is None:
@@ -126,7 +126,7 @@ def _named(name: str, tools: Tools) -> Mapping[str, Any] | None:
 
 
 def _validator(tool: Mapping[str, Any]) -> Validator:
-    """Return what checks the arguments of a tool; without a schema it takes any."""
+    """The validator of a tool's arguments; without a schema it accepts any."""
     function = _function(tool)
     name = str(function.get("name"))
     schema = orjson.dumps(function.get("parameters") or {})
@@ -135,7 +135,7 @@ def _validator(tool: Mapping[str, Any]) -> Validator:
 
 
 def _new_validator(name: str, schema_json: bytes) -> Validator:
-    """Return a validator. Raises DataError where the schema is none."""
+    """Make a validator. Raises DataError for an invalid schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -155,7 +155,7 @@ def _new_validator(name: str, schema_json: bytes) -> Validator:
         ) from error
     if "properties" in schema and not schema.keys() & OPEN:
         schema["additionalProperties"] = False
-    # an empty registry: nothing is fetched from where a schema points to
+    # with an empty registry, references of the schema are never fetched
     found: Validator = kind(schema, registry=Registry())
     return found
 
@@ -164,7 +164,7 @@ _kept_validator = lru_cache(1024)(_new_validator)
 
 
 def _standard(schema: Any) -> Any:
-    """Return a schema in the words of JSON schema, where it has those of OpenAPI or Python."""
+    """Translate keywords of OpenAPI and Python in a schema to JSON schema."""
     if isinstance(schema, list):
         return [_standard(one) for one in schema]
     if not isinstance(schema, dict):
@@ -178,7 +178,8 @@ def _standard(schema: Any) -> Any:
         if None in names:
             del found["type"]
     if isinstance(found.get("required"), bool):
-        del found["required"]  # of the third draft, in properties
+        # a boolean `required` inside properties comes from draft 3
+        del found["required"]
     if found.get("nullable") is True:
         null = {"type": "null"}
         found.pop("nullable")

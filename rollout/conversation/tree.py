@@ -1,10 +1,10 @@
-r"""The tree of a rollout: what was sent to the model and what it wrote, each token once.
+r"""The tree of a rollout: the tokens sent to the model and the tokens it wrote, each once.
 
     prompt (context) -> turn 0 -> results (context) -> turn 1
                               \-> results (context) -> turn 2        a branch
 
-A node is never changed. A leaf's path gives a sample; a turn that several paths share is trained in
-the first of them.
+Nodes are immutable. The path to a leaf gives a sample; a turn that several paths share is trained
+in the first of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Node:
 
     parent: Node | None
     tokens: NDArray[np.int32]
-    messages: tuple[Message, ...]  # that these tokens hold; one for a turn
-    turn: int | None = None  # the number of the model's turn in the rollout; None: context
-    completion: Completion | None = None  # of a turn
-    reward: float | None = None  # of a turn, given by the environment
-    untrained: str = ""  # of a turn: why it is not trained on
+    messages: tuple[Message, ...]  # the messages in these tokens; a single one for a turn
+    turn: int | None = None  # number of the model's turn in the rollout; None: context
+    completion: Completion | None = None  # the engine's completion, for a turn
+    reward: float | None = None  # the environment's reward, for a turn
+    dropped: str = ""  # why a turn is not trained on
 
     def path(self) -> list[Node]:
-        """Return the nodes from the root to this one."""
+        """The nodes from the root to this one."""
         found = [self]
         while (parent := found[-1].parent) is not None:
             found.append(parent)
@@ -44,16 +44,17 @@ class Tree:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.turns = 0  # the next turn's number, over all branches
+        # number of the next turn, over all branches
+        self.turns = 0
 
     def context(
         self, parent: Node | None, tokens: NDArray[np.int32], messages: Sequence[Message]
     ) -> Node:
-        """Add context behind `parent`."""
+        """Add context after `parent`."""
         return self._add(Node(parent, tokens, tuple(messages)))
 
     def turn(self, parent: Node, number: int, completion: Completion, message: Message) -> Node:
-        """Add a turn of the model behind `parent`."""
+        """Add a turn of the model after `parent`."""
         return self._add(
             Node(parent, completion.tokens, (message,), turn=number, completion=completion)
         )
@@ -64,16 +65,16 @@ class Tree:
         return self.turns - 1
 
     def last_turn_in(self, tokens: NDArray[np.int32], messages: int) -> Node | None:
-        """Return the last turn whose path is a prefix of `tokens`, short of the whole.
+        """The last turn whose path is a proper prefix of `tokens`.
 
         Args:
-            messages: that `tokens` hold; the path has fewer.
+            messages: number of messages in `tokens`; the path must have fewer.
         """
         found = None
         following: dict[Node | None, list[Node]] = {}
         for node in self.nodes:
             following.setdefault(node.parent, []).append(node)
-        # the first in order wins among equals, so that a resumed run agrees
+        # the first of equals wins, so that a resumed run agrees
         level = [(node, 0, 0) for node in following.get(None, ())]
         while level:
             below: list[tuple[Node, int, int]] = []
@@ -92,18 +93,19 @@ class Tree:
 
     @property
     def branches(self) -> int:
-        """Turns that no other one stands behind, but the first of them."""
+        """Number of turns without a later turn on their path, minus one."""
         return max(0, len(self._last(lambda node: node.turn is not None)) - 1)
 
     def leaves(self) -> list[Node]:
-        """Return the last trained turn of each path; nothing that counts stands behind it."""
-        return self._last(lambda node: node.turn is not None and not node.untrained)
+        """The last trained turn of each path."""
+        return self._last(lambda node: node.turn is not None and not node.dropped)
 
     def _last(self, counts: Callable[[Node], bool]) -> list[Node]:
-        """Return the nodes that count and have none that counts behind them."""
+        """The matching nodes without a matching descendant."""
         followed: set[Node | None] = set()
         found = []
-        for node in reversed(self.nodes):  # children before their parents
+        # visit children before their parents
+        for node in reversed(self.nodes):
             if counts(node) and node not in followed:
                 found.append(node)
             if counts(node) or node in followed:

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint for agent programs: it records what they make the model write."""
+"""An OpenAI-compatible endpoint for agent programs; it records what the model writes for them."""

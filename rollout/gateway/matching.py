@@ -1,14 +1,14 @@
-r"""From the messages of a request to the branch of the rollout that they continue.
+r"""Maps the messages of a request to the branch of the rollout that they continue.
 
-Programs send their whole history with each request. It is compared with what was sent and answered
-before, message by message:
+Programs send their whole history with each request. The history is compared with earlier requests
+and answers, message by message:
 
     user "2+3?" -> assistant add(2, 3) -> tool "5" -> assistant "5"
                                       \-> tool "6" -> assistant "6"       another branch
 
-A message is known by what it says. Whether it echoes an answer in other words for the same JSON,
-with an empty or no content, with an `index`, other ids or without its reasoning, makes no
-difference. Of turns that say the same the one whose ids are echoed goes on, else the latest.
+A message is identified by its meaning. An echoed answer may spell the same JSON differently, have
+empty or no content, an `index`, other ids or no reasoning. Among equal turns the one whose ids are
+echoed continues, otherwise the latest.
 """
 
 from __future__ import annotations
@@ -25,41 +25,42 @@ from rollout.conversation.conversation import Conversation
 from rollout.conversation.formats import THINK
 from rollout.gateway.wire import Refused
 
-REASONING = ("reasoning_content", "reasoning")  # keys of messages
+REASONING = ("reasoning_content", "reasoning")  # message keys that hold reasoning
 _WRITTEN_OUT = 1e30
 
 
 @dataclass(slots=True)
 class State:
-    """A branch as it stood before its first turn, or just behind a turn."""
+    """A branch just before its first turn, or just after a turn."""
 
     conversation: Conversation
-    reasoning: str | None = None  # of that turn
-    ids: tuple[str, ...] = ()  # of all calls up to here, as the program was given them
+    reasoning: str | None = None  # reasoning of that turn
+    ids: tuple[str, ...] = ()  # ids of all calls so far, as sent to the program
 
 
 @dataclass(slots=True)
 class Point:
-    """What was said up to a message, and the branches that stood there."""
+    """A position in the history, and the branches that have reached it."""
 
-    states: tuple[State, ...] = ()  # more than one if turns say the same
+    states: tuple[State, ...] = ()  # more than one if turns are equal
     following: dict[Hashable, Point] = field(default_factory=dict)
 
     def behind(self, message: Message, places: Mapping[str, int] | None = None) -> Point:
-        """Return the point behind `message`, from this one; for `places` see `key_of`."""
+        """The point after `message`; for `places` see `key_of`."""
         return self.following.setdefault(key_of(message, places or {}), Point())
 
 
 class Matcher:
-    """Knows all that was said in a rollout.
+    """The history of a rollout, by message.
 
     Args:
-        conversation: as the row begins it.
+        conversation: the conversation as the row begins it.
     """
 
     def __init__(self, conversation: Conversation) -> None:
         self._base = conversation
-        self._roots: dict[bytes, Point] = {}  # by the tools of the request
+        # by the tools of the request
+        self._roots: dict[bytes, Point] = {}
         point = self._root(conversation.tools)
         places: dict[str, int] = {}
         for message in conversation.messages:
@@ -70,10 +71,10 @@ class Matcher:
     async def branch(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[State, Point]:
-        """Return a branch that holds `messages`, ready for the model's turn, and their point.
+        """A branch that ends in `messages`, ready for the model's turn, and their point.
 
         Raises:
-            Refused: messages of the wrong form, or ones that end in the model's own.
+            Refused: messages of the wrong form, or the last message is the model's own.
             UserError: see `Conversation.append`.
         """
         point = self._root(tools)
@@ -87,8 +88,8 @@ class Matcher:
         if messages[-1]["role"] == "assistant":
             raise Refused(
                 400,
-                "messages: the last one is the assistant's, which is not continued; end with a"
-                " message of another role",
+                "messages: the last one is the assistant's, which cannot be continued; end with"
+                " a message of another role",
                 param="messages",
             )
         if found is not None:
@@ -99,8 +100,8 @@ class Matcher:
                 conversation = state.conversation.fork()
                 await conversation.append(rest)
                 return State(conversation, ids=state.ids), point
-        # nothing was sent that begins so, or the program has rewritten what the model said; an
-        # answer that was echoed without its empty content gets it back
+        # The history is new, or the program has rewritten the model's text. Restore the content of
+        # an answer that was echoed without its empty content.
         whole = [
             {**m, "content": ""}
             if m["role"] == "assistant" and not m.get("content") and not m.get("tool_calls")
@@ -117,17 +118,17 @@ class Matcher:
 
 
 def answered(point: Point, before: State, message: Message) -> None:
-    """Note that a branch stands behind a turn, which the program knows as `message`.
+    """Record that a branch has made a turn, which the program knows as `message`.
 
     Args:
-        before: the branch, as it began the turn.
+        before: the branch at the beginning of the turn.
     """
     ids = (*before.ids, *_places(message))
     point.behind(message).states += (State(before.conversation, _reasoning(message), ids),)
 
 
 def _fitting(states: Sequence[State], messages: Sequence[Message]) -> State:
-    """Return the state whose ids are echoed, then whose reasoning is quoted, then the latest."""
+    """The state whose ids are echoed, then whose reasoning is quoted, then the latest."""
     if len(states) == 1:
         return states[0]
     echoed = {ident for message in messages for ident in _places(message)}
@@ -142,13 +143,13 @@ def _fitting(states: Sequence[State], messages: Sequence[Message]) -> State:
 
 
 def _places(message: Message) -> dict[str, int]:
-    """Return the place of each call of a message, by its id."""
+    """The index of each call in a message, by its id."""
     calls = message.get("tool_calls") or ()
     return {str(call.get("id")): place for place, call in enumerate(calls)}
 
 
 def _reasoning(message: Message) -> str | None:
-    """Return the reasoning of an answer, which may stand in front of its content."""
+    """The reasoning of an answer, which may precede its content."""
     found = next((message[key] for key in REASONING if message.get(key)), None)
     if found is None and message["role"] == "assistant":
         found = _text(message).rpartition(THINK[1])[0].strip().removeprefix(THINK[0])
@@ -163,10 +164,10 @@ def _text(message: Message) -> str:
 
 
 def key_of(message: Message, places: Mapping[str, int]) -> Hashable:
-    """Return what two messages have in common that say the same.
+    """A key that messages of equal meaning share.
 
     Args:
-        places: of the calls that results may answer, by their ids, which programs may rename.
+        places: index of each answerable call, by its id, which programs may rename.
 
     Raises:
         Refused: it is not a message.
@@ -201,7 +202,7 @@ def _call(call: Any) -> Hashable:
 
 
 def _canonical(arguments: str) -> str:
-    """Return JSON with sorted keys and no other form of a number; other text stays as it is."""
+    """JSON with sorted keys and canonical numbers; other text is unchanged."""
     try:
         return json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
@@ -209,7 +210,7 @@ def _canonical(arguments: str) -> str:
 
 
 def _number(digits: str) -> float:
-    """Return a number that JavaScript writes without a fraction as a whole one."""
+    """A number; whole numbers become integers, as JavaScript writes them without a fraction."""
     number = float(digits)
-    # of 1e308 the digits would be 60 times as long as the text
+    # the digits of 1e308 would be 60 times as long as the text
     return int(number) if number.is_integer() and abs(number) < _WRITTEN_OUT else number

@@ -1,4 +1,4 @@
-"""The HTTP server of agent programs: one for a workflow, one key for a rollout."""
+"""The HTTP server for agent programs: one server for a workflow, one key for a rollout."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rollout.conversation.conversation import Conversation
 from rollout.gateway.sessions import MODEL, OVER, Session
 from rollout.gateway.wire import Refused, held_values, model_list, read_request, streamed, whole
 
-BODY_BYTES = 64 << 20  # longer requests are not read
-ATTEMPT_DIGITS = 4  # of the number that a client gives to its attempt
+BODY_BYTES = 64 << 20  # limit of a request's body
+ATTEMPT_DIGITS = 4  # limit of digits in a client's attempt number
 SCHEME = "Bearer "
-NO_RETRY = {"x-should-retry": "false"}  # what failed here fails again
+NO_RETRY = {"x-should-retry": "false"}  # a repeated request would fail again
 JSON = "application/json"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What an agent program needs to talk to the model."""
+    """Address, key and model name for an agent program."""
 
     base_url: str
     api_key: str
@@ -37,16 +37,17 @@ class Endpoint:
 class Gateway:
     """Serves chat completions on loopback, from the event loop that opens the first session.
 
-    The server ends with the loop's tasks. A later loop gets a server of its own.
+    The server ends with the loop's tasks. A later loop gets a new server.
 
     Args:
-        decode: text of a token, for log-probs.
+        decode: returns the text of a token, for log-probs.
     """
 
     def __init__(self, decode: Callable[[int], str]) -> None:
         self._decode = decode
         self._sessions: dict[str, Session] = {}
-        self._prefix = f"rlcore-{secrets.token_hex(8)}-"  # of all keys: those of the past are known
+        # prefix of all keys, by which keys of closed sessions are recognized
+        self._prefix = f"rlcore-{secrets.token_hex(8)}-"
         self._created = int(time.time())
         self._serving: asyncio.Task[None] | None = None
         self._port: asyncio.Future[int] | None = None
@@ -76,13 +77,13 @@ class Gateway:
         return session, Endpoint(f"http://127.0.0.1:{port}/v1", session.key, MODEL)
 
     async def close(self, session: Session, *, drain: bool) -> None:
-        """End a session: its key is refused from now on. See `Session.close`."""
+        """End a session and refuse its key from now on. See `Session.close`."""
         self._sessions.pop(session.key, None)
         await session.close(drain=drain)
 
     async def _serve(self, port: asyncio.Future[int]) -> None:
         """Serve until the task is cancelled."""
-        # routes and middlewares cost more than the bookkeeping of a call
+        # a plain handler: routes and middlewares cost more than the bookkeeping of a call
         server = HttpServer(self._handle, cancel=True)
         try:
             runner = await server.listen(bound("127.0.0.1"), closes_s=GATEWAY_CLOSES_S)
@@ -91,7 +92,8 @@ class Gateway:
             return
         port.set_result(runner.addresses[0][1])
         try:
-            await asyncio.get_running_loop().create_future()  # nobody answers it
+            # wait until the task is cancelled
+            await asyncio.get_running_loop().create_future()
         finally:
             await runner.cleanup()
 
@@ -105,7 +107,7 @@ class Gateway:
         return web.Response(body=body, content_type=kind)
 
     async def _answer(self, request: web.BaseRequest) -> tuple[bytes, str]:
-        """Return the body of the answer, and its content type."""
+        """The body of the answer and its content type."""
         session = self._session(request.headers)
         path = request.path
         if path == "/v1/chat/completions":
@@ -138,13 +140,13 @@ class Gateway:
             raise Refused(410, OVER, code="rollout_over")
         raise Refused(
             401,
-            "there is no rollout with this API key: give the client the key of the endpoint",
+            "there is no rollout with this API key; give the client the endpoint's key",
             code="invalid_api_key",
         )
 
 
 def _attempt(headers: Mapping[str, str]) -> int:
-    """Return how often the client says that it has asked before."""
+    """The number of earlier attempts that the client reports."""
     said = headers.get("x-stainless-retry-count", "")
     return int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0
 

@@ -1,4 +1,4 @@
-"""The calls of one rollout's program: each is made once, however often it is asked for."""
+"""The calls of one rollout's program; a repeated call is made only once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rollout.conversation.reply import Reply
 from rollout.gateway.matching import Matcher, answered
 from rollout.gateway.wire import Answer, ChatRequest, Refused
 
-MODEL = "policy"  # the name of the model, whatever it is
+MODEL = "policy"  # name of the model in every run
 OVER = "the rollout that this key belongs to is over"
 
 
 @dataclass(slots=True)
 class Call:
-    """A request of the program, and its repetitions."""
+    """A request of the program, with its repetitions."""
 
     task: asyncio.Task[Answer]
     attempt: int  # the highest x-stainless-retry-count so far
-    waiting: int = 0  # clients
+    waiting: int = 0  # number of waiting clients
     delivered: bool = False
 
 
@@ -38,42 +38,42 @@ class Session:
     """One rollout: its key, its calls, and the conversation that they make.
 
     Attributes:
-        key: the API key that its program has.
-        failed: done, with an error, once a call was lost for a reason that is not the program's. A
-            rollout that lost a call is not trained on. Its result is None where an engine has given
-            a turn up, and the draw is to be made again.
+        key: the API key of its program.
+        failed: set to an error once a call was lost through no fault of the program. A rollout
+            that lost a call is not trained on. The result None says that an engine aborted a
+            turn, so the draw is made again.
     """
 
     conversation: Conversation
     key: str
     held: Mapping[str, Any]  # see `wire.held_values`
-    stops: tuple[str, ...]  # of the run
+    stops: tuple[str, ...]  # stop strings of the run
     failed: asyncio.Future[None]
     model_calls: int = 0
     repeated_calls: int = 0
     closed: bool = False
-    _calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by body
-    _numbers: Iterator[int] = field(default_factory=count)  # of calls of tools
+    _calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by request body
+    _numbers: Iterator[int] = field(default_factory=count)  # numbers of tool calls
 
     def __post_init__(self) -> None:
         self._matcher = Matcher(self.conversation)
 
     @property
     def abandoned_calls(self) -> int:
-        """Calls whose client went away and did not come back for the answer."""
+        """Number of calls whose client left and did not return for the answer."""
         return sum(not call.delivered for calls in self._calls.values() for call in calls)
 
     async def answer(self, body: bytes, request: ChatRequest, attempt: int) -> Answer:
-        """Return the turn of the model that the request asks for.
+        """The turn of the model that the request asks for.
 
-        A repeated request gets the answer of the first. If the client goes away, the turn is made
+        A repeated request gets the first one's answer. If the client leaves, the turn is made
         nevertheless.
 
         Args:
-            attempt: how often the client says that it has asked before.
+            attempt: number of earlier attempts that the client reports.
 
         Raises:
-            Refused: the request is at fault, or the rollout is over.
+            Refused: the request is invalid, or the rollout is over.
         """
         if self.closed:
             raise Refused(410, OVER, code="rollout_over")
@@ -82,7 +82,7 @@ class Session:
         call = _first_of(same, attempt)
         if call is None:
             call = Call(asyncio.ensure_future(self._turn(request)), attempt)
-            # its exception is taken: nobody may wait for it
+            # retrieve its exception, since no client may be left to do so
             call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             same.append(call)
         else:
@@ -97,18 +97,19 @@ class Session:
         except asyncio.CancelledError:
             if call.task.cancelled():
                 raise Refused(410, OVER, code="rollout_over") from None
-            raise  # the client is gone
+            # the client has left
+            raise
         finally:
             call.waiting -= 1
         call.delivered = True
         return answer
 
     async def close(self, *, drain: bool) -> None:
-        """Take no more calls, and end those in flight.
+        """Refuse new calls, and end those in flight.
 
         Args:
-            drain: wait for their turns, each of which has the deadline of its engine request: what
-                the model writes belongs to the rollout, even if nobody reads it.
+            drain: wait for their turns, each limited by the deadline of its engine request: the
+                model's text belongs to the rollout, even if no client reads it.
         """
         self.closed = True
         left = {c.task for calls in self._calls.values() for c in calls if not c.task.done()}
@@ -127,23 +128,25 @@ class Session:
             state, point = await self._matcher.branch(request.messages, request.tools)
             conversation = state.conversation
             reply = await conversation.generate(request.limit, stop=request.stop)
-        except DataError as error:  # messages that the chat template refuses, say
+        except DataError as error:
+            # for example messages that the chat template refuses
             raise Refused(400, str(error), param="messages") from error
         except Refused:
             raise
         except Exception as error:
             if isinstance(error, UserError) and not isinstance(error, ConfigError | ModelError):
-                # what no engine takes, as too many stop strings
+                # the request exceeds a limit of the engines, for example of stop strings
                 raise Refused(400, str(error)) from error
-            raise self._failed_by(error) from error  # the rollout raises it
+            # the rollout raises the same error
+            raise self._failed_by(error) from error
         if reply.finish_reason == "abort":
             if not self.failed.done():
                 self.failed.set_result(None)
-            raise Refused(500, "an engine has given the turn up, and the rollout with it")
+            raise Refused(500, "an engine has aborted the turn, and the rollout with it")
         self.model_calls += 1
         calls = reply.calls if request.tool_choice == "auto" else ()
         conversation.measure("tool_calls", len(calls))
-        conversation.measure("tool_errors", sum(bool(call.problem) for call in calls))
+        conversation.measure("tool_errors", sum(bool(call.error) for call in calls))
         message = self._message(reply, request)
         completion = conversation.completion if reply.message else None
         size = 0 if completion is None else len(completion.tokens)
@@ -163,23 +166,25 @@ class Session:
         )
 
     def _failed_by(self, error: Exception) -> Refused:
-        """End the rollout by this error; returns the answer to its program."""
+        """End the rollout with this error, and return the response for its program."""
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # retrieved, in case that the rollout is given up
+            # retrieve the exception, in case the rollout is given up
+            self.failed.exception()
         return Refused(500, f"the rollout has failed: {error}")
 
     def _message(self, reply: Reply, request: ChatRequest) -> Message:
-        """Return the turn as the program sees it.
+        """The turn as the program sees it.
 
-        Where a call has a problem all calls stay in the text, as they were written, and so they do
-        where the request wants none.
+        If a call has an error, or the request disables calls, all calls stay in the text as they
+        were written.
         """
         calls = reply.calls if request.tool_choice == "auto" else ()
-        runnable = not any(call.problem for call in calls)
+        runnable = not any(call.error for call in calls)
         plain = not runnable or len(calls) < len(reply.calls)
         text = reply.raw if plain else reply.text
-        for stop in (*self.stops, *request.stop):  # what lies before the first, as OpenAI does
+        # keep the text before the first stop string, as OpenAI does
+        for stop in (*self.stops, *request.stop):
             text = text.partition(stop)[0]
         message: Message = {"role": "assistant", "content": text, "refusal": None}
         if reply.reasoning and not plain:
@@ -188,7 +193,7 @@ class Session:
             message["content"] = text or None
             message["tool_calls"] = [
                 {
-                    # unique in the rollout: nine letters and digits, as Mistral wants
+                    # unique in the rollout, and nine letters and digits, as Mistral requires
                     "id": f"call{next(self._numbers):05d}",
                     "type": "function",
                     "function": {"name": call.name, "arguments": as_json(call.arguments)},
@@ -199,14 +204,14 @@ class Session:
 
 
 def _first_of(same: list[Call], attempt: int) -> Call | None:
-    """Return the call that a request with an equal body repeats; None if it is one of its own.
+    """The call that a request with an equal body repeats; None if the request is new.
 
-    Clients give their attempts no id. One that counts them has asked before. One that does not may
-    come back for the answer of a call whose client went away; while the first is still there, the
-    second is another call.
+    Clients do not identify their attempts. A client that counts attempts has asked before. A client
+    that does not may return for the answer of a call whose client left; while the first client is
+    still connected, the second request is a new call.
     """
     if attempt:
-        # who has its answer asks no more: of those that are answered the last is meant
+        # an answered client does not ask again, so the last answered call is meant
         earlier = [call for call in reversed(same) if call.attempt < attempt]
         return min(earlier, key=lambda call: (call.delivered, call.waiting), default=None)
     return next((call for call in same if not call.delivered and not call.waiting), None)

@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's clients write and read them."""
+"""Chat completions in the format of OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlcore.data.messages import Message
 from rlcore.errors import DataError
 from rollout.conversation.tool_schemas import check_tools
 
-# what a request may have and what changes nothing
+# keys that a request may have and that have no effect
 HARMLESS = frozenset(
     {
         "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
@@ -51,8 +51,8 @@ class Refused(Exception):
     """A request that is answered with an error, in OpenAI's form.
 
     Args:
-        status: of HTTP. 4xx other than 408, 409 and 429 are not tried again by clients.
-        param: the key of the request that is to blame.
+        status: HTTP status. Clients retry no 4xx other than 408, 409 and 429.
+        param: the offending key of the request.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Refused(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        """Return the body of the answer."""
+        """The body of the response."""
         kind = {401: "authentication_error", 500: "server_error"}
         error = {
             "message": str(self),
@@ -76,7 +76,7 @@ class Refused(Exception):
 
 
 class ChatRequest(BaseModel):
-    """What a request asks for, under OpenAI's keys."""
+    """The content of a request, under OpenAI's keys."""
 
     model_config = ConfigDict(strict=True)
 
@@ -102,14 +102,14 @@ class ChatRequest(BaseModel):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of the turn."""
+        """Token limit of the turn."""
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(given, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn of the model as a program sees it; `completion` is None where nothing was asked."""
+    """A turn of the model as a program sees it; `completion` is None if no request was made."""
 
     id: str
     created: int  # seconds since 1970
@@ -121,7 +121,7 @@ class Answer:
 
 
 def held_values(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the keys that a request may give at these values alone: those of the run."""
+    """The sampling keys that a request may only set to the run's own values."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -144,11 +144,11 @@ def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatReq
     """Read the body of a request.
 
     Args:
-        model: the only one that there is.
+        model: name of the only model.
         held: see `held_values`.
 
     Raises:
-        Refused: it is not of the form, or wants what the run does not do; names the key.
+        Refused: the body is malformed or asks for what the run does not do; names the key.
     """
     try:
         given = orjson.loads(body)
@@ -203,7 +203,7 @@ def _short(value: Any) -> str:
 
 
 def whole(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
-    """Return the body of a `chat.completion`."""
+    """The body of a `chat.completion`."""
     choice = {
         "index": 0,
         "message": answer.message,
@@ -216,7 +216,7 @@ def whole(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]
 
 
 def streamed(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
-    """Return all events of a stream at once: the turn is read when it is whole."""
+    """All events of a stream at once: the turn is parsed when it is complete."""
     delta = dict(answer.message)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -238,7 +238,7 @@ def streamed(answer: Answer, request: ChatRequest, token_text: Callable[[int], s
 
 
 def model_list(model: str, created: int, ids: Sequence[str]) -> bytes:
-    """Return the body of `GET /v1/models`, or of one model where `ids` is empty."""
+    """The body of `GET /v1/models`, or of a single model if `ids` is empty."""
     cards = [
         {"id": name, "object": "model", "created": created, "owned_by": "rlcore"}
         for name in ids or [model]
@@ -262,7 +262,7 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def _logprobs(answer: Answer, token_text: Callable[[int], str]) -> dict[str, Any]:
-    """The log-probs that the run recorded, of every token of the turn."""
+    """The recorded log-probs of every token of the turn."""
     content = []
     if answer.completion is not None:
         made = zip(answer.completion.tokens.tolist(), answer.completion.logprobs.tolist())

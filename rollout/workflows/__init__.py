@@ -1,1 +1,1 @@
-"""Workflows: they make samples from a prompt, each in a file of its own."""
+"""Workflows, which make samples from a prompt; each has its own file."""

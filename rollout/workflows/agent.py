@@ -1,4 +1,4 @@
-"""The workflow `agent`: a program that talks to an OpenAI-compatible endpoint makes the rollout."""
+"""The workflow `agent`: a program with an OpenAI-compatible endpoint makes the rollout."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from rollout.workflows.context import WorkflowContext, checked_outcome
 KEY = "rollout.workflow"
 ENVIRONMENT = f"{KEY}.environment"
 Outcome = dict[str, float] | None
-SHOWN_BYTES = 2000  # of the end of a command's output, in errors
-OUTCOME_BYTES = 1 << 16  # of the end of its output, in which the last line lies
+SHOWN_BYTES = 2000  # shown end of a command's output, in errors
+OUTCOME_BYTES = 1 << 16  # end of its output that is read for the last line
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a program is to do.
+    """The task of a program.
 
     Attributes:
-        row: the columns of the row, and its `label`.
-        messages: of the row, as the run renders them.
-        tools: of the row, as JSON schemas.
+        row: columns of the row, and its `label`.
+        messages: messages of the row, as the run renders them.
+        tools: JSON schemas of the row.
     """
 
     row: dict[str, Any]
@@ -59,12 +59,12 @@ Program = Callable[[Task, Endpoint], Awaitable[Any]]
 
 
 class AgentWorkflow:
-    """Runs one program for each rollout, and trains on what it made the model write.
+    """Runs one program for each rollout, and trains on what the model wrote for it.
 
     Args:
         run: import path of `run(task, endpoint)`, which returns the outcome: a number, numbers by
-            name, or None. Async ones run in the event loop of the rollouts, others in a thread.
-        command: a program of its own instead, with its arguments; see `run_command`.
+            name, or None. An async function runs in the event loop, any other in a thread.
+        command: an external program instead, with its arguments; see `run_command`.
         environment: names of variables that a command gets in addition to PATH, HOME, USER and
             the like.
         options: further keyword arguments of `run`.
@@ -80,7 +80,8 @@ class AgentWorkflow:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._context = context
-        self._row: dict[str, Any] = {}  # further columns of every row
+        # columns added to every row
+        self._row: dict[str, Any] = {}
         self._name, self._program = load_program(run, command, options or {}, environment)
         self._gateway = Gateway(lambda token: context.decode(np.array([token], dtype=np.int32)))
 
@@ -91,7 +92,7 @@ class AgentWorkflow:
 
         Raises:
             RolloutFailed: the program failed, or made no call.
-            Exception: what made a call fail that is not the program's fault.
+            Exception: a call failed through no fault of the program; its error.
         """
         if prompt.messages is None:
             raise ConfigError(
@@ -99,7 +100,7 @@ class AgentWorkflow:
                 " or give rows with messages"
             )
         conversation = self._context.conversation(prompt, draw, index, generate)
-        # the program may change what it is given, which other rollouts and tries are given too
+        # a copy, since the program may change the row, which other rollouts and tries share
         row = deepcopy({"label": prompt.label} | prompt.row | self._row)
         task = Task(row, deepcopy(conversation.messages), deepcopy([*conversation.tools]))
         session, endpoint = await self._gateway.open(conversation)
@@ -109,20 +110,22 @@ class AgentWorkflow:
             drain = True
         finally:
             await self._gateway.close(session, drain=drain)
-        if session.failed.done():  # as an abandoned call was lost
+        # as a call was lost, though the program has ended
+        if session.failed.done():
             session.failed.result()
         conversation.measure("repeated_calls", session.repeated_calls)
         conversation.measure("abandoned_calls", session.abandoned_calls)
         return conversation.samples(outcome)
 
     async def _run_until_lost(self, session: Session, task: Task, endpoint: Endpoint) -> Outcome:
-        """The program's outcome. It is ended as soon as the session has failed."""
+        """The program's outcome. The program is ended as soon as the session fails."""
         program = asyncio.ensure_future(self._guarded(task, endpoint))
         try:
             awaited: set[asyncio.Future[Any]] = {program, session.failed}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
-                session.failed.result()  # raises, unless the draw is to be made again
+                # raises, unless an aborted turn requires another draw
+                session.failed.result()
                 return None
             if program.cancelled():
                 raise RolloutFailed("error", f"{self._name} was cancelled from within")
@@ -132,13 +135,14 @@ class AgentWorkflow:
                 program.cancel()
                 await asyncio.wait({program}, timeout=CANCEL_S)
             if program.done() and not program.cancelled():
-                program.exception()  # retrieved: it may be an effect of the session's
+                # retrieve the exception, which may be a consequence of the session's failure
+                program.exception()
 
     async def _guarded(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Run the program.
 
         Raises:
-            RolloutFailed: whatever it raised. SystemExit would end the event loop.
+            RolloutFailed: the program raised, including SystemExit, which would end the event loop.
         """
         try:
             found = await self._program(task, endpoint)
@@ -155,10 +159,10 @@ def load_program(
     options: Mapping[str, Any],
     environment: Sequence[str],
 ) -> tuple[str, Program]:
-    """Return the name of an agent's function or command, and what runs it.
+    """The name of an agent's function or command, and a callable that runs it.
 
     Raises:
-        ConfigError: both or neither are given, it cannot be called, or `environment` is not for it.
+        ConfigError: both or neither are given, it cannot be called, or it takes no `environment`.
     """
     if (run is None) == (command is None):
         raise ConfigError(
@@ -197,7 +201,7 @@ async def _call(
     own = deepcopy(options)
     if inspect.iscoroutinefunction(function):
         return await function(task, endpoint, **own)
-    # not of a pool, whose threads may all wait for the rollouts that wait for a thread
+    # not a thread of a pool, whose threads may all wait for rollouts that wait for a thread
     return await in_own_thread(function, task, endpoint, **own)
 
 
@@ -225,20 +229,20 @@ async def run_command(
     endpoint: Endpoint,
     environment: Mapping[str, str],
 ) -> Any:
-    """Run a program, and return the JSON value that is the last line of its standard output.
+    """Run a program; the outcome is the JSON value on the last line of its standard output.
 
-    It is given OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and as JSON on its standard input
-    {"row": ..., "messages": ..., "tools": ...}. At its end, or when this is cancelled, all that it
-    started is killed (on Linux; elsewhere its process group).
+    It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and {"row": ..., "messages": ...,
+    "tools": ...} as JSON on its standard input. When it ends, or this call is cancelled, all its
+    descendants are killed (on Linux; elsewhere its process group).
 
     Args:
         environment: its other variables.
 
     Raises:
-        RolloutFailed: it cannot be started, its exit code is not 0 (with the end of what it
-            printed), or its last line is no JSON.
+        RolloutFailed: it cannot be started, its exit code is not 0 (with the end of its output),
+            or its last line is not JSON.
     """
-    # files: a pipe that nobody empties would stop it, or its children hold it open
+    # files, since a full pipe would block the program, and its children could keep a pipe open
     with (
         tempfile.TemporaryFile() as given,
         tempfile.TemporaryFile() as out,
@@ -253,7 +257,8 @@ async def run_command(
             stdout=out,
             stderr=err,
             env=_with_endpoint(environment, endpoint),
-            start_new_session=True,  # a process group of its own
+            # so that its whole process group can be killed
+            start_new_session=True,
         )
         try:
             code = await process.wait()
@@ -278,14 +283,14 @@ async def run_command(
 
 
 def _ending(code: int) -> str:
-    """Name an exit code, which is 128 and a signal's number where that has ended the program."""
+    """Describe an exit code; 128 plus a signal's number means that the signal ended the program."""
     with suppress(ValueError):
         return f"killed by {signal.Signals(code - 128).name}"
     return f"exit code {code}"
 
 
 def _with_endpoint(given: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """Return variables with those of the endpoint, which no proxy stands before."""
+    """Add the endpoint's variables, and bypass proxies for it."""
     host = "127.0.0.1"
     direct = {
         name: ",".join(filter(None, [given.get(name), host])) for name in ("NO_PROXY", "no_proxy")
@@ -300,13 +305,14 @@ def _with_endpoint(given: Mapping[str, str], endpoint: Endpoint) -> dict[str, st
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the program, with all that it started."""
+    """End the program with all its descendants."""
     ended = asyncio.ensure_future(process.wait())
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
         await asyncio.wait({ended}, timeout=END_COMMAND_S)
-    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: only zombies)
+    # no process is left (on macOS: only zombies)
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await asyncio.wait({ended}, timeout=REAP_S)
 

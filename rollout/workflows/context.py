@@ -1,4 +1,4 @@
-"""What workflows are built with, and how their outcomes are checked."""
+"""The constructor arguments of workflows, and the check of their outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NO_LIMIT", "WorkflowContext", "checked_outcome"]
 
 
 def checked_outcome(found: Any, name: str, place: str = "") -> dict[str, float] | None:
-    """Return the outcome that the user's code gave a rollout: numbers by name, or None.
+    """Validate the outcome that the user's code gave a rollout: numbers by name, or None.
 
     Raises:
         RolloutFailed: it is neither a finite number, nor such numbers by name, nor None.

@@ -1,4 +1,4 @@
-"""The workflow `env`: the policy talks to an environment, a class with tools or with `step`."""
+"""The workflow `env`: the policy uses an environment, a class with tools or with `step`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from rollout.workflows.mcp_tools import McpSession, McpTools, ToolError
 
 KEY = "rollout.workflow.env"
 CUT = "\n[cut: the result is longer than max_tool_tokens]"
-MAX_WARNINGS = 5  # failures of close() that are logged
+MAX_WARNINGS = 5  # logged failures of close()
 logger = logging.getLogger(__name__)
 __all__ = ["EnvironmentWorkflow", "Step", "ToolError", "tools_of"]
-_OWN = frozenset({"reset", "step", "reward", "close"})  # methods that are no tools
+_OWN = frozenset({"reset", "step", "reward", "close"})  # methods that are not tools
 
 
 @dataclass(frozen=True)
 class Step:
-    """The answer of an environment's `step` to a turn of the model."""
+    """An environment's answer to a turn of the model."""
 
     messages: Sequence[Message] = ()
-    reward: float = 0.0  # of the turn
+    reward: float = 0.0  # reward of the turn
     done: bool = False
 
 
@@ -50,11 +50,11 @@ class EnvironmentWorkflow:
     by name`, and `close()`.
 
     Args:
-        env: import path of the class; it may be left out where `mcp` is given.
-        mcp: servers whose tools the policy calls in addition to those of the class.
+        env: import path of the class; optional if `mcp` is given.
+        mcp: servers whose tools the policy can call in addition to those of the class.
         options: keyword arguments of its constructor.
-        tool_timeout_s: longest time of one call of a method; the rollout fails then.
-        max_tool_tokens: longest result of a tool; the rest is cut off.
+        tool_timeout_s: limit of one method call; the rollout fails after it.
+        max_tool_tokens: limit of a tool's result; the rest is cut off.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class EnvironmentWorkflow:
         self._tool_timeout_s = tool_timeout_s
         self._max_tool_tokens = max_tool_tokens
         self._mcp = McpTools(mcp)
-        self._lanes = Lanes("tools", "call")  # of the timeline
+        # tracks of the timeline for concurrent calls
+        self._lanes = Lanes("tools", "call")
         self._class, self._tools = load_environment(env, self._options, mcp=bool(self._mcp))
         self._closing: set[asyncio.Task[None]] = set()
         self._unclosed = 0
@@ -94,7 +95,7 @@ class EnvironmentWorkflow:
         generate: Generate,
         remote: Mapping[str, McpSession],
     ) -> list[Sample]:
-        # it may change what it is given, which other rollouts and tries are given too
+        # a copy, since the environment may change the options, which other rollouts share
         environment = self._class(**deepcopy(self._options))
         try:
             tools = [*self._tools.values(), *(remote[name].schemas[name] for name in remote)]
@@ -114,10 +115,11 @@ class EnvironmentWorkflow:
                 closing = asyncio.ensure_future(self._close(environment))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
-                await asyncio.shield(closing)  # a rollout that is given up does not cut it short
+                # shielded from the cancellation of a rollout that is given up
+                await asyncio.shield(closing)
 
     async def _close(self, environment: Any) -> None:
-        """Close an environment; a failure of it is none of the rollout."""
+        """Close an environment; its failure does not affect the rollout."""
         try:
             await self._call(environment.close)
         except Exception as error:  # noqa: BLE001 - recovery: the rollout is over either way
@@ -128,7 +130,7 @@ class EnvironmentWorkflow:
     async def _converse(
         self, environment: Any, conversation: Conversation, remote: Mapping[str, McpSession]
     ) -> None:
-        """Take turns until one side ends it."""
+        """Alternate turns until one side ends the conversation."""
         while True:
             reply = await conversation.generate()
             if reply.finish_reason != "stop":
@@ -161,10 +163,10 @@ class EnvironmentWorkflow:
     async def _use(
         self, environment: Any, call: ToolCall, remote: Mapping[str, McpSession]
     ) -> tuple[Message, bool]:
-        """Call a tool. Returns its message, and whether it is an error."""
+        """Call a tool; return its message and whether it is an error."""
         try:
-            if call.problem or call.arguments is None:
-                raise ToolError(call.problem)
+            if call.error or call.arguments is None:
+                raise ToolError(call.error)
             if call.name in remote:
                 session = remote[call.name]
                 with self._lanes.span(call.name, **of_group()):
@@ -190,14 +192,15 @@ class EnvironmentWorkflow:
 
     def _fitting(self, text: str) -> str:
         limit = self._max_tool_tokens
-        if limit is None or len(text) <= limit:  # a token has a character at least
+        # a token has at least one character
+        if limit is None or len(text) <= limit:
             return text
         tokenizer = self._context.tokenizer
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return text if len(ids) <= limit else str(tokenizer.decode(ids[:limit])) + CUT
 
     async def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call a method, in a thread if it is not async, under the deadline.
+        """Call a method under the deadline, in a thread if it is not async.
 
         Raises:
             RolloutFailed: it took too long, or called `sys.exit`.
@@ -217,7 +220,7 @@ class EnvironmentWorkflow:
 
 
 async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call a method. Its `sys.exit` must not leave this coroutine, as asyncio would stop then."""
+    """Call a method, and catch its `sys.exit`, which would stop asyncio."""
     try:
         if inspect.iscoroutinefunction(method):
             return await method(*given, **named)
@@ -229,13 +232,13 @@ async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
 def load_environment(
     env: str | None, options: Mapping[str, Any], *, mcp: bool = False
 ) -> tuple[type, dict[str, dict[str, Any]]]:
-    """Return the class of an environment, and the schemas of its tools.
+    """The class of an environment, and the schemas of its tools.
 
     Args:
-        mcp: there are tools of servers too, and so a class need not be.
+        mcp: there are tools of servers as well, so the class is optional.
 
     Raises:
-        ConfigError: there is no such class, it does not take the options, or it makes no sense.
+        ConfigError: the class is missing, does not take the options, or is contradictory.
     """
     if env is None and not mcp:
         raise ConfigError(f"{KEY}: missing: name a class, package.module:Class, or give `mcp`")
@@ -254,10 +257,10 @@ def load_environment(
 
 
 def tools_of(environment: type) -> dict[str, dict[str, Any]]:
-    """Return the JSON schema of each public method that is a tool, by its name.
+    """The JSON schemas of the public methods that are tools, by name.
 
     Raises:
-        ConfigError: a method without types, or without a line for each argument in its docstring.
+        ConfigError: a method has no types, or its docstring does not describe each argument.
     """
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
@@ -269,11 +272,12 @@ def tools_of(environment: type) -> dict[str, dict[str, Any]]:
     for name, method in inspect.getmembers(environment, inspect.isroutine):
         own = inspect.getattr_static(environment, name)
         if not inspect.isfunction(own) and not isinstance(own, staticmethod | classmethod):
-            continue  # inherited from a class of Python's own, as dict.get
+            # inherited from a built-in class, such as dict.get
+            continue
         if name.startswith("_") or name in _OWN:
             continue
         try:
-            # as a bound method looks like, without an object
+            # the signature as of a bound method, without creating an object
             method = method.__get__(object()) if method is own else method
             found[name] = get_json_schema(method)
         except (DocstringParsingException, TypeHintParsingException) as error:

@@ -27,9 +27,9 @@ from rollout.workflows import bounded_lines
 
 KEY = "rollout.workflow.mcp"
 ISOLATED = ("-I", "-S")
-MAX_MESSAGE = 32 << 20  # bytes from a server; it goes away then
-MAX_RESULT = 4 << 20  # characters of a tool, long before `max_tool_tokens` cuts them
-INVALID_PARAMS = -32602  # of JSON-RPC: the caller's mistake, and so the model's
+MAX_MESSAGE = 32 << 20  # bytes of a server's message; a larger one closes the session
+MAX_RESULT = 4 << 20  # characters of a tool's result, checked before `max_tool_tokens` cuts it
+INVALID_PARAMS = -32602  # JSON-RPC code for the caller's mistake, here the model's
 
 
 class McpServerConfig(Section):
@@ -67,11 +67,11 @@ class McpServerConfig(Section):
 
 
 class ToolError(Exception):
-    """The error that the model gets in place of a tool's result; the rollout goes on."""
+    """An error that the model gets as a tool's result; the rollout continues."""
 
 
 class McpFailed(RolloutFailed):
-    """A server did not start, answer in time, or went away. The rollout fails, and not the run."""
+    """A server did not start or answer in time, or closed. The rollout fails, but not the run."""
 
     def __init__(self, message: str) -> None:
         super().__init__("mcp", message)
@@ -84,7 +84,7 @@ class McpTools:
         given: entries of `rollout.workflow.mcp`.
 
     Raises:
-        ConfigError: an entry is wrong, or the package is missing.
+        ConfigError: an entry is invalid, or the package is missing.
     """
 
     def __init__(self, given: Sequence[Mapping[str, Any]]) -> None:
@@ -105,7 +105,7 @@ class McpTools:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[dict[str, McpSession]]:
-        """Enter with the sessions of one rollout, by the name of each tool.
+        """Open the sessions of one rollout, by the name of each tool.
 
         Raises:
             McpFailed: a server does not start.
@@ -137,7 +137,7 @@ class McpTools:
             await gather_or_cancel(*(session.close() for session in over))
 
     async def _shared_session(self, number: int, server: McpServerConfig) -> McpSession:
-        """Return the session that all rollouts use, started (again) where none is there.
+        """The session that all rollouts share, started (again) if there is none.
 
         It ends with the loop of the service, which cancels its task.
         """
@@ -153,7 +153,7 @@ class McpTools:
 class McpSession:
     """A connection to one server.
 
-    It lives in a task of its own, since the package's contexts have to be left by the task that
+    It lives in its own task, since the package's contexts must be exited by the task that
     entered them, and may cancel that task when the transport breaks.
     """
 
@@ -165,9 +165,9 @@ class McpSession:
         self._task: asyncio.Task[None] | None = None
         self.shared = server.shared
         self.users = 0
-        """Rollouts that have it now."""
+        """Number of rollouts that use the session now."""
         self.broken = False
-        """A call was not answered: rollouts that begin now get another session."""
+        """A call was not answered: new rollouts get another session."""
         self.schemas: dict[str, dict[str, Any]] = {}
         """The tools as JSON schemas for a chat template, by name."""
 
@@ -176,11 +176,11 @@ class McpSession:
 
     @property
     def ended(self) -> bool:
-        """Whether the connection is no more."""
+        """Whether the connection is closed."""
         return self._task is None or self._task.done()
 
     async def start(self) -> None:
-        """Connect and list the tools. Raises McpFailed, and leaves nothing behind then."""
+        """Connect and list the tools. Raises McpFailed, after cleaning up."""
         self._task = asyncio.create_task(self._live(), name=str(self))
         ready = asyncio.ensure_future(self._ready.wait())
         limit_s = self._server.start_timeout_s
@@ -197,10 +197,10 @@ class McpSession:
             ready.cancel()
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Return the text of a tool's result.
+        """Call a tool; return the text of its result.
 
         Raises:
-            ToolError: the tool says that it failed, or does not take the arguments.
+            ToolError: the tool reports an error, or refuses the arguments.
             McpFailed: no answer came; the session is broken then.
         """
         try:
@@ -232,13 +232,13 @@ class McpSession:
             raise McpFailed(f"{self} gave no answer to a call of {name!r}: {error}") from error
 
     async def _or_the_end(self, awaited: asyncio.Future[Any], timeout_s: float) -> None:
-        """Wait for something, the end of the connection, or the end of the time."""
+        """Wait for `awaited`, the end of the connection, or the timeout."""
         assert self._task is not None
         both: set[asyncio.Future[Any]] = {awaited, self._task}
         await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
-        """Leave the server; of one that we started, no process is left."""
+        """Close the connection, and end the processes that we started."""
         if self._task is None:
             return
         if self._ready.is_set():
@@ -262,7 +262,7 @@ class McpSession:
             bounded = [sys.executable, *ISOLATED, bounded_lines.__file__, str(MAX_MESSAGE)]
             parameters = mcp.StdioServerParameters(
                 command=sys.executable,
-                # its children end with it, and it ends with us, however we end
+                # its children end with it, and it ends when we end, for whatever reason
                 args=[*ISOLATED, process_tree.__file__, *bounded, *server.command],
                 env=allowed_environment(server.environment, key=f"{KEY}.environment"),
             )
@@ -280,7 +280,7 @@ class McpSession:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         hooks = {"response": [_bound_answer]}
-        # calls have deadlines of their own
+        # no timeout here: calls have their own deadlines
         async with httpx2.AsyncClient(headers=headers, timeout=None, event_hooks=hooks) as http:
             transport = streamable_http_client(str(server.url), http_client=http)
             async with mcp.Client(transport) as client:
@@ -308,11 +308,11 @@ class McpSession:
         return {name: found[name] for name in wanted}
 
     def _why(self) -> str:
-        """Say why the task ended."""
+        """The reason for the end of the task."""
         error: BaseException | None = None
         if self._task is not None and self._task.done() and not self._task.cancelled():
             error = self._task.exception()
-        # task groups of the package wrap what was raised in them
+        # unwrap the exception groups of the package's task groups
         while inner := getattr(error, "exceptions", None):
             error = inner[0]
         return str(error or "the connection was closed") or type(error).__name__
@@ -329,7 +329,7 @@ def _library() -> Any:
 
 
 async def _bound_answer(response: Any) -> None:
-    """Have the bytes of an HTTP answer counted while they are read."""
+    """Count the bytes of an HTTP answer while they are read, and limit them."""
     import httpx2
 
     if "Content-Encoding" in response.headers:
@@ -352,7 +352,7 @@ async def _bound_answer(response: Any) -> None:
 
 
 def _text(result: Any) -> str:
-    """Return the texts of a result; other content is named, since the model cannot see it."""
+    """The texts of a result; other content is only named, since the model cannot see it."""
     parts = []
     for block in result.content:
         text = getattr(block, "text", None) or getattr(

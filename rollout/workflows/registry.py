@@ -1,4 +1,4 @@
-"""Workflows make samples from a prompt. Each has a file of its own, and its name here."""
+"""The built-in workflows by name; each has its own file."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     workflow = WORKFLOWS[name]
     try:
         inspect.signature(workflow).bind(None, **options)
-        # none of them looks at its context before its first rollout
+        # no built-in workflow uses its context before its first rollout
         workflow(cast(WorkflowContext, None), **options)
     except TypeError as error:
         raise ConfigError(f"rollout.workflow: {name}: {error}") from error
 
 
 def build_workflow(context: WorkflowContext) -> Workflow:
-    """The workflow of the settings, which is registered here or a `package.module:Class`.
+    """The configured workflow: a registered one or a `package.module:Class`.
 
     Raises:
-        ConfigError: there is no such workflow, or it cannot be built.
+        ConfigError: the workflow does not exist, or cannot be built.
     """
     settings = context.settings
     found = load_object(settings.name, WORKFLOWS, key="rollout.workflow")
@@ -47,7 +47,8 @@ def build_workflow(context: WorkflowContext) -> Workflow:
         workflow: Workflow = found(context, **settings.options)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
+    except (Exception, SystemExit) as error:
+        # the user's constructor may raise anything
         place = place_of(getattr(found, "__init__", found), error)
         raise ConfigError(
             f"rollout.workflow: {settings.name!r} raised {type(error).__name__}: {error} at its"

@@ -1,4 +1,4 @@
-"""The workflow `verifiers`: an environment of that package plays each rollout."""
+"""The workflow `verifiers`: an environment of the package `verifiers` makes each rollout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class VerifiersWorkflow(AgentWorkflow):
     """Runs `verifiers_runner.py`, an agent program, in the interpreter that has the package.
 
     Args:
-        env: the environment's configuration, or the id of its taskset alone.
-        python: the interpreter; default: that of .venv-verifiers.
+        env: the environment's configuration, or only the id of its taskset.
+        python: the interpreter; default: the one in .venv-verifiers.
         environment: see `AgentWorkflow`.
     """
 
@@ -42,13 +42,13 @@ class VerifiersWorkflow(AgentWorkflow):
     ) -> None:
         command, config = _command(env, python)
         super().__init__(context, command=command, environment=environment)
-        # on no command line, which every user of the machine can read
+        # not on the command line, which every user of the machine can read
         self._row = {verifiers_runner.ENV: config}
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
     ) -> list[Sample]:
-        """See `AgentWorkflow`. Raises ConfigError for a row that holds no task."""
+        """See `AgentWorkflow`. Raises ConfigError for a row without a task."""
         if verifiers_runner.COLUMN not in prompt.row:
             raise ConfigError(
                 f"{KEY}: {prompt.prompt_id} has no column {verifiers_runner.COLUMN!r} with its"
@@ -58,7 +58,7 @@ class VerifiersWorkflow(AgentWorkflow):
 
 
 def _command(env: str | Mapping[str, Any], python: str | None) -> tuple[list[str], dict[str, Any]]:
-    """Return the agent program, and the configuration of its environment. Raises ConfigError."""
+    """The agent program, and its environment's configuration. Raises ConfigError."""
     config = {"taskset": {"id": env}} if isinstance(env, str) else dict(env)
     if not (config.get("taskset") or {}).get("id"):
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Runs environments of `verifiers`, in the interpreter that has it; imports nothing of ours.
+"""Runs environments of `verifiers` in the interpreter that has it; imports nothing of rlcore.
 
     python verifiers_runner.py rows ENV [LIMIT] > rows.jsonl    the tasks as rows for `data.paths`
     python verifiers_runner.py run < TASK                       one rollout, as an agent program
 
 ENV is the environment's configuration as JSON: {"taskset": {"id": ...}, "agent": {...}}. A rollout
-finds it in its row, since a command line would show its keys to every user of the machine.
+reads it from its row, since a command line would show its keys to every user of the machine.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ ENV = "verifiers_env"
 
 
 def rows(env: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of an environment: what the model is asked, and the task itself."""
+    """Yield the tasks of an environment: the prompt for the model, and the task itself."""
     import verifiers.v1 as vf
 
     taskset = vf.load_taskset(vf.resolve_env_config(env).taskset)
     if limit is None and not taskset.bounded:
-        sys.exit("the taskset has no end: give the number of rows behind ENV")
+        sys.exit("the taskset is infinite: give the number of rows after ENV")
     for task in itertools.islice(taskset, limit):
         data = task.data.model_dump(mode="json", exclude_none=True)
         system = data.get("system_prompt")
-        prompt = data.get("prompt", "")  # none where the environment's user speaks first
+        # missing if the environment's user speaks first
+        prompt = data.get("prompt", "")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
@@ -42,7 +43,7 @@ def rows(env: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
 
 
 async def run(env: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
-    """Play one task against OPENAI_BASE_URL; return the rewards and metrics by name."""
+    """Play one task against OPENAI_BASE_URL; return rewards and metrics by name."""
     import verifiers.v1 as vf
 
     config = vf.resolve_env_config(env)
@@ -58,7 +59,7 @@ async def run(env: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         said = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        sys.exit(f"the episode failed: {said or 'it says no more'}")
+        sys.exit(f"the episode failed: {said or 'no reason was given'}")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         sys.exit(f"an episode must have one agent that is trained, this one has {len(trained)}")
@@ -69,8 +70,8 @@ async def run(env: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
 
 
 def main(what: str, given: str = "", limit: str | None = None) -> None:
-    """Write rows, or the outcome of a rollout as the last line."""
-    # modules beside this one are no packages of that interpreter
+    """Write rows, or the outcome of a rollout on the last line."""
+    # sibling modules of this file must not shadow packages of that interpreter
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     if what == "rows":
         for row in rows(json.loads(given), None if limit is None else int(limit)):

@@ -358,7 +358,7 @@ def test_a_call_that_is_no_json_is_told_and_kept_as_it_was() -> None:
     conversation = begin(model, tools=TOOLS)
     (call,) = asyncio.run(conversation.generate()).calls
     assert call.arguments is None
-    assert "must be JSON" in call.problem
+    assert "must be JSON" in call.error
     result = {"role": "tool", "tool_call_id": call.id, "content": "error"}
     asyncio.run(conversation.append([result]))
     (sample,) = asyncio.run(converse(conversation)).samples()

@@ -120,8 +120,8 @@ def value_of(name: str, key: str, text: str, *, as_json: bool) -> Any:
 
 def runnable(name: str, text: str) -> list[tuple[str, Any]]:
     calls = PARSERS[name]("", text, TOOLS).calls
-    assert all(call.problem or call.arguments is not None for call in calls)
-    return [(call.name, call.arguments) for call in calls if not call.problem]
+    assert all(call.error or call.arguments is not None for call in calls)
+    return [(call.name, call.arguments) for call in calls if not call.error]
 
 
 def subsequence(found: list[Any], of: list[Any]) -> bool:

@@ -84,7 +84,7 @@ def test_the_calls_that_a_public_template_writes_are_read(name: str) -> None:
     parser = ReplyParser(make_tokenizer(template_text(name)), head=head)
     assert parser.format == format_name
     reply = parser("", text[:stop].removeprefix("<｜Assistant｜>"), TOOLS)
-    assert [(c.name, c.arguments, c.problem) for c in reply.calls] == [
+    assert [(c.name, c.arguments, c.error) for c in reply.calls] == [
         ("weather", ARGUMENTS, "")
     ] * count
     assert reply.text.removeprefix("<|im_start|>assistant\n").strip() == said
@@ -198,7 +198,7 @@ def test_a_tool_of_the_model_s_own_is_called_as_in_python() -> None:
 def test_a_call_that_was_cut_is_a_call_with_a_problem(name: str, text: str) -> None:
     (call,) = ReplyParser(make_tokenizer(), name)("", text, TOOLS).calls
     assert call.arguments is None
-    assert "must be JSON" in call.problem
+    assert "must be JSON" in call.error
 
 
 BIG = 123456789012345678901234567890
@@ -229,10 +229,10 @@ def test_a_number_beyond_64_bits_is_read_and_deep_nesting_breaks_nothing(
     tools = [{"function": {"name": "f", "parameters": {"properties": types}}}]
     parser = ReplyParser(make_tokenizer(), name)
     (call,) = parser("", text % BIG, tools).calls
-    assert (call.arguments, call.problem) == ({"a": BIG}, "")
+    assert (call.arguments, call.error) == ({"a": BIG}, "")
     for count in (300, 20_000):
         deep = parser("", text % ("[" * count + "]" * count), tools)
-        assert all(call.problem for call in deep.calls)
+        assert all(call.error for call in deep.calls)
         assert deep.calls or deep.text
 
 
@@ -248,7 +248,7 @@ def test_a_number_beyond_64_bits_is_read_and_deep_nesting_breaks_nothing(
 def test_what_json_does_not_know_is_a_problem_of_the_call(function: str) -> None:
     reply = ReplyParser(make_tokenizer())("", f"<tool_call>{function}</tool_call>", TOOLS)
     (call,) = reply.calls
-    assert (call.arguments, "must be JSON" in call.problem) == (None, True)
+    assert (call.arguments, "must be JSON" in call.error) == (None, True)
     assert "tool_calls" not in reply.message
     (call.name + call.raw).encode()
 
@@ -264,7 +264,7 @@ def test_what_is_no_number_is_a_problem_and_loses_no_turn(
         "", "Well. " * (name != "gpt-oss") + text % number, tools
     )
     (call,) = reply.calls
-    assert call.problem
+    assert call.error
     assert reply.text == "Well." * (name != "gpt-oss")
 
 
@@ -319,8 +319,8 @@ def test_only_what_is_understood_whole_runs(
     properties = {"a": {"type": "string"}, "b": {"type": "string"}}
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
     calls = ReplyParser(make_tokenizer(), name)("", text, tools).calls
-    assert [None if call.problem else call.arguments for call in calls] == (expected or [None])
-    assert all(call.problem or call.arguments is not None for call in calls)
+    assert [None if call.error else call.arguments for call in calls] == (expected or [None])
+    assert all(call.error or call.arguments is not None for call in calls)
 
 
 @pytest.mark.parametrize(
