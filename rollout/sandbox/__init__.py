@@ -1,6 +1,6 @@
-"""Sandboxes: model-written code runs apart, with limits, and is ended as a tree.
+"""Sandboxes run model-written code confined and limited, and end it with all its processes.
 
-A program goes in, an outcome comes out. `local.build_sandbox` makes the sandbox of a configuration.
+A `Program` goes in, an `Outcome` comes out. `local.build_sandbox` makes the configured sandbox.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ Status = Literal["finished", "timeout", "limit", "error"]
 
 @dataclass(frozen=True)
 class Program:
-    """Code to run, with what it may use."""
+    """Code to run, with its input and limits."""
 
     code: str
     language: str = "python"
     stdin: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)  # by name, next to the code
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by name, in the code's folder
     timeout_s: float = 5.0
-    memory_mb: int = 512  # of all its processes together
+    memory_mb: int = 512  # limit for all its processes together
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """The result of a program.
 
-    `finished` means that it ended by itself, whatever its exit code; `limit` that it was ended
-    since it used too much; `error` that the sandbox failed, which says nothing about the program.
+    `finished`: it ended by itself, with any exit code. `limit`: it was ended because it used too
+    much. `error`: the sandbox failed, which says nothing about the program.
     """
 
     status: Status
@@ -37,7 +37,7 @@ class Outcome:
     stderr: str = ""
     exit_code: int | None = None  # 128 + the signal's number where a signal ended it
     seconds: float = 0.0
-    reason: str = ""  # of any status but `finished`
+    reason: str = ""  # set for any status but `finished`
 
     @property
     def succeeded(self) -> bool:
@@ -46,13 +46,13 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """Runs programs apart from everything else. Use it from one event loop."""
+    """Runs isolated programs. Use it from one event loop."""
 
     async def start(self) -> None:
-        """Make sure that it works. Raises ConfigError with what to do if it does not."""
+        """Check that the sandbox works. Raises ConfigError with advice otherwise."""
 
     async def run(self, program: Program) -> Outcome:
-        """Run a program; waits for a free place first. Bad programs and failures are outcomes."""
+        """Run a program, after waiting for a free slot. Bad programs and failures are outcomes."""
 
     async def close(self) -> None:
-        """End what `start` began."""
+        """Release what `start` acquired."""

@@ -1,8 +1,8 @@
-"""The ways to confine a program on this machine: the command that starts `inside.py`, and its task.
+"""Ways to confine a program on this machine: the command that starts `inside.py`, and its task.
 
-With bubblewrap or unshare the program has a network, a process table, mounts and a root folder of
-its own, all of it read-only but /sandbox and /tmp. Where we are root, the program becomes a user
-that nothing else has.
+With bubblewrap or unshare the program has its own network, process table, mounts and root folder,
+all of it read-only but /sandbox and /tmp. If we are root, the program becomes a user that owns
+nothing else.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STAGE = Path(__file__).with_name("inside.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives", "/etc/localtime")
 MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/var", "/tmp")
-FIRST_UID = 61184  # as systemd's dynamic users; every container's user namespace has it
+FIRST_UID = 61184  # range of systemd's dynamic users; every container's user namespace has it
 UIDS = 4000
-WORK = "/sandbox"  # the program's folder; on no machine is anything there
-# Since Linux 5.14 a user namespace counts its own processes; before, all of the user's count.
+WORK = "/sandbox"  # the program's folder; the path exists on no machine
+# Since Linux 5.14 a user namespace counts only its own processes; before, all of the user's.
 COUNTS_APART = (5, 14)
-# unshare ends its child when it ends, and does not end when we do
+# unshare ends its child when it ends, but does not end when we do
 DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0);"
     " os.execvp(sys.argv[1], sys.argv[1:])"
@@ -50,7 +50,7 @@ PROGRAM_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python interpreter and the folders without which it does not start."""
+    """A Python interpreter, and the folders that it needs to start."""
 
     path: str
     folders: tuple[str, ...]
@@ -58,9 +58,9 @@ class Interpreter:
 
 @cache
 def interpreter(path: str | None) -> Interpreter:
-    """Ask an interpreter, by default our own, where it lives.
+    """Ask an interpreter, by default our own, for its folders.
 
-    Raises ConfigError if it does not start, or lives where it would show programs too much.
+    Raises ConfigError if it does not start, or if its folders would expose too much to programs.
     """
     python = path or sys.executable
     code = "import os, sys; print('\\0'.join([sys.prefix, sys.base_prefix]), end='')"
@@ -78,12 +78,12 @@ def interpreter(path: str | None) -> Interpreter:
         ) from error
     real = Path(python).resolve()
     found = [*answer.stdout.split("\0"), str(Path(python).parent)]
-    # a script that starts an interpreter may be anywhere, as in a home folder's bin
+    # a script that starts an interpreter may be anywhere, for example in a home folder's bin
     above = real.parent.parent
     if (above / "pyvenv.cfg").exists() or any(above.glob("lib*/python3.*/os.py")):
         found.append(str(above))
     wanted = [part for one in found for part in (one, os.path.realpath(one))]
-    # a link between them, as uv makes, is a folder that must be seen too
+    # the folder of an intermediate link, as uv makes, must be visible too
     links = [str(Path(os.readlink(python)).parent)] if os.path.islink(python) else []
     folders = minimal([*wanted, *(p for p in links if os.path.isabs(p))])
     for folder in folders:
@@ -98,7 +98,7 @@ def interpreter(path: str | None) -> Interpreter:
 
 
 def minimal(folders: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders that are in no other of them, nor in the system's."""
+    """The folders that lie in no other of them, nor in the system's."""
     kept: list[str] = []
     for folder in sorted(set(folders)):
         if not any(Path(folder).is_relative_to(other) for other in (*SYSTEM, *kept)):
@@ -108,18 +108,18 @@ def minimal(folders: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Confinement:
-    """How programs are started. Its subclasses say with what."""
+    """The way in which programs are started; subclasses choose the tool."""
 
     python: Interpreter
-    folders: tuple[str, ...] = ()  # what programs may read besides the system and the interpreter
+    folders: tuple[str, ...] = ()  # readable folders beyond the system and the interpreter
     processes: int = 64
     files_mb: int = 64
     proc: bool = True  # a /proc of its own, which some containers forbid
 
     name = ""
-    own_process_table = True  # so that the end of its first process ends all
-    supervised = False  # whether `inside.py` stays, and ends what the program leaves
-    own_user = True  # whether the program becomes another user where we are root
+    own_process_table = True  # the end of its first process ends all
+    supervised = False  # whether `inside.py` stays, and ends leftover processes
+    own_user = True  # whether the program becomes another user if we are root
 
     @property
     def readable(self) -> tuple[str, ...]:
@@ -128,24 +128,24 @@ class Confinement:
         return (*present, *minimal([*self.python.folders, *self.folders]))
 
     def command(self, status: int) -> list[str]:
-        """Return the command that starts the first process inside; `status` is its descriptor."""
-        # its source: no path of ours need exist inside
+        """The command that starts the first process inside; `status` is its descriptor."""
+        # passed as source, so that no path of ours has to exist inside
         source = STAGE.read_text()
         return [*self.prefix(), self.python.path, "-I", "-S", "-c", source, str(status)]
 
     def prefix(self) -> list[str]:
-        """Return the command that makes the namespaces."""
+        """The command that creates the namespaces."""
         raise NotImplementedError
 
     def mounts(self) -> dict[str, Any] | None:
-        """Return the plan of the root folder that `inside.py` makes; None: it makes none."""
+        """The plan of the root folder for `inside.py`; None: `inside.py` creates none."""
         return None
 
     def task(self, slot: int) -> dict[str, Any]:
-        """Return what `inside.py` gets to know about the surroundings.
+        """The facts about the surroundings that `inside.py` needs.
 
         Args:
-            slot: which of the programs that run at the same time.
+            slot: number of the program among those that run at the same time.
         """
         changes_user = self.own_user and os.geteuid() == 0
         return {
@@ -158,7 +158,7 @@ class Confinement:
         }
 
     def process_limit(self) -> int | None:
-        """Return RLIMIT_NPROC."""
+        """The value of RLIMIT_NPROC."""
         found = re.match(r"(\d+)\.(\d+)", os.uname().release)
         kernel = tuple(map(int, found.groups())) if found else (0, 0)
         if os.geteuid() == 0 or kernel >= COUNTS_APART:
@@ -167,7 +167,7 @@ class Confinement:
 
 
 def tasks_of_this_user() -> int:
-    """Count the threads that this user has, which RLIMIT_NPROC counts."""
+    """Count the threads of this user, which RLIMIT_NPROC limits."""
     found = psutil.process_iter(["uids", "num_threads"])
     own = os.getuid()
     infos = [process.info for process in found]
@@ -178,19 +178,19 @@ def tasks_of_this_user() -> int:
 class Bubblewrap(Confinement):
     """Namespaces and mounts by bubblewrap."""
 
-    options: tuple[str, ...] = ()  # that this bwrap knows
+    options: tuple[str, ...] = ()  # options that this bwrap supports
     name = "bubblewrap"
 
     def prefix(self) -> list[str]:
         size = str(self.files_mb << 20)
         if os.geteuid() == 0:
-            # without a user namespace: the program becomes another user, which needs these two
+            # no user namespace: becoming another user needs these two capabilities
             user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
             user = ["--unshare-user"]
             user += ["--disable-userns"] if "--disable-userns" in self.options else []
         binds = [word for path in self.readable for word in ("--ro-bind", path, path)]
-        # bwrap makes folders that only their owner may enter
+        # bwrap creates parent folders that only their owner may enter
         above = {str(folder) for path in self.readable for folder in Path(path).parents}
         parents = [
             word
@@ -203,7 +203,7 @@ class Bubblewrap(Confinement):
             *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
             *("--unshare-cgroup-try", "--die-with-parent", "--hostname", "sandbox"),
             *user,
-            # first, since the interpreter may be in a folder below it
+            # first, since the interpreter may be in a folder below /tmp
             *(*tmpfs, "/tmp"),
             *parents,
             *binds,
@@ -215,7 +215,7 @@ class Bubblewrap(Confinement):
 
 @cache
 def bwrap_options() -> tuple[str, ...]:
-    """Return the options that this bwrap knows."""
+    """The options that this bwrap supports."""
     try:
         answer = subprocess.run(
             ["bwrap", "--help"], capture_output=True, text=True, timeout=INTERPRETER_S, check=False
@@ -254,7 +254,8 @@ class Unshare(Confinement):
             "folders": list(self.readable),
             "files_mb": self.files_mb,
             "proc": self.proc,
-            "own_users": os.geteuid() != 0,  # else the limit of namespaces is the machine's
+            # root gets no user namespace here, so the machine's limit of namespaces applies
+            "own_users": os.geteuid() != 0,
         }
 
 
@@ -271,16 +272,16 @@ class ResourceLimits(Confinement):
         return []
 
     def process_limit(self) -> int | None:
-        """Root has no such limit; another user's processes are all counted."""
+        """RLIMIT_NPROC; root has none, and another user's processes are all counted."""
         return None if os.geteuid() == 0 else tasks_of_this_user() + self.processes
 
 
 def candidates(kind: str, settings: Mapping[str, Any]) -> list[Confinement]:
-    """Return what may be tried, the best first. Raises ConfigError if nothing is installed."""
+    """The confinements to try, best first. Raises ConfigError if nothing is installed."""
     if kind == "rlimits":
         return [ResourceLimits(**settings)]
     found: list[Confinement] = []
-    # without --size its folders in memory would have no limit
+    # bwrap without --size cannot limit its folders in memory
     if kind != "unshare" and shutil.which("bwrap") and "--size" in bwrap_options():
         found += [
             Bubblewrap(**settings, proc=proc, options=bwrap_options()) for proc in (True, False)

@@ -24,8 +24,8 @@ class FusionSandbox:
     """A `Sandbox` on a SandboxFusion server.
 
     Args:
-        url: the server's, without /run_code.
-        retries: further tries where the server fails, which the program cannot help.
+        url: address of the server, without /run_code.
+        retries: further tries after failures of the server itself.
     """
 
     def __init__(self, url: str, *, concurrency: int, output_bytes: int, retries: int) -> None:
@@ -39,11 +39,12 @@ class FusionSandbox:
             timeout_s=COMPILE_S + FUSION_GRACE_S,
             retries=retries,
             concurrency=concurrency,
-            answer_bytes=12 * output_bytes + (1 << 20),  # JSON writes a control character as six
+            # JSON writes a control character as six
+            answer_bytes=12 * output_bytes + (1 << 20),
         )
 
     async def start(self) -> None:
-        """See `Sandbox`: run a program."""
+        """See `Sandbox`: run a test program."""
         if self._started:
             return
         self._started = True
@@ -60,7 +61,7 @@ class FusionSandbox:
             raise ConfigError(
                 f"SandboxFusion has no {program.language}; it has {', '.join(sorted(LANGUAGES))}"
             )
-        # a server that keeps its own limits answers before
+        # longer than the server's own limits, so that it answers first
         limit = COMPILE_S + program.timeout_s + FUSION_GRACE_S
         try:
             outcome: Outcome = await self._client.post(
@@ -87,7 +88,7 @@ class FusionSandbox:
         }
 
     def _outcome(self, answer: Any) -> Outcome:
-        """Return the outcome that the server reports. Raises NoAnswer where it reports none."""
+        """The outcome that the server reports. Raises NoAnswer for an invalid report."""
         try:
             status = answer["status"]
             if status == "SandboxError":
@@ -102,11 +103,11 @@ class FusionSandbox:
             if outcome.status != "limit" and outcome.succeeded != (status == "Success"):
                 raise ValueError(f"status {status} of a program that ended with {outcome}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _failed(f"nonsense was answered: {error!r}"[:300]) from error
+            raise _failed(f"the answer is invalid: {error!r}"[:300]) from error
         return outcome
 
     def _result(self, result: dict[str, Any]) -> Outcome:
-        """Return the outcome of a step, compilation or run. Raises ValueError for nonsense."""
+        """The outcome of a step, compilation or run. Raises ValueError for an invalid result."""
         if result["status"] not in RUN_STATUS:
             raise _failed(f"{str(result['status'])[:40]}: {str(result.get('stderr'))[:200]}")
         status = RUN_STATUS[result["status"]]
@@ -130,7 +131,7 @@ class FusionSandbox:
 
 
 def _failed(reason: str) -> NoAnswer:
-    """The server said nothing about the program."""
+    """A failure of the server, which says nothing about the program."""
     return NoAnswer(reason, again=True)
 
 

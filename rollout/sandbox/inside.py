@@ -1,8 +1,8 @@
-"""The first process inside a sandbox. It makes the world small, then becomes the program.
+"""The first process inside a sandbox. It restricts its surroundings, then becomes the program.
 
-Its source is given to `python -I -S -c`, so it imports nothing but the standard library. It reads
-its task as JSON from standard input, and writes "ready" into the descriptor that is its argument
-once only the program can go wrong, or what has gone wrong.
+Its source is passed to `python -I -S -c`, so it imports only the standard library. It reads its
+task as JSON from standard input. Into the descriptor given as its argument it writes "ready" when
+only the program itself can still fail, or otherwise the error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
 MNT_DETACH = 2
-MOUNT_SETATTR = 442  # its number on every architecture
+MOUNT_SETATTR = 442  # the same on every architecture
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 PR_SET_PDEATHSIG = 1
@@ -42,7 +42,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Do the task. Ends as the program does."""
+    """Do the task. The exit code is the program's."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     status = int(sys.argv[1])
     os.set_inheritable(status, False)
@@ -59,13 +59,13 @@ def main() -> None:
         drop_privileges(task["uid"])
         os.write(status, b"ready")
         os.execve(task["argv"][0], task["argv"], task["environment"])
-    except BaseException as error:  # noqa: BLE001 - told to the caller, whatever it is
+    except BaseException as error:  # noqa: BLE001 - reported to the caller, whatever it is
         os.write(status, f"{type(error).__name__}: {error}"[:2000].encode("utf-8", "replace"))
         os._exit(125)
 
 
 def checked(result: int, what: str) -> None:
-    """Raise the C library's error."""
+    """Raise the C library's error, if any."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -79,7 +79,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_root(plan: dict[str, Any]) -> None:
-    """Make a root folder that holds what the program may see, all of it read-only."""
+    """Make a read-only root folder with everything that the program may see."""
     root = plan["at"]
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     # /tmp first, since the interpreter may be in a folder below it
@@ -107,13 +107,13 @@ def make_root(plan: dict[str, Any]) -> None:
 
 
 def memory_folder(target: str, megabytes: int) -> None:
-    """Make a folder in memory, which anyone may write to."""
+    """Make a world-writable folder in memory."""
     os.makedirs(target)
     mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"size={megabytes}m,mode=1777")
 
 
 def show(source: str, target: str, devices: bool = False) -> None:
-    """Bind a file or folder, read-only with everything that is mounted in it."""
+    """Bind a file or folder, read-only with all mounts below it."""
     if not os.path.exists(source):
         return
     if os.path.isdir(source):
@@ -135,13 +135,13 @@ def show(source: str, target: str, devices: bool = False) -> None:
 
 
 def forbid_namespaces(proc: str) -> None:
-    """Let no program in this user namespace make another, in which it would be root again."""
+    """Forbid new user namespaces, in which a program would be root again."""
     with open(f"{proc}/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
 
 
 def enter_folder(task: dict[str, Any]) -> None:
-    """Write the files, and go there with the program's input as standard input."""
+    """Write the files, enter the folder, and make the program's input standard input."""
     os.umask(0o077 if task["uid"] is None else 0)
     os.chdir(task["folder"])
     for name, content in task["files"].items():
@@ -170,11 +170,11 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Become a user without any rights, keys and a way back."""
-    # no namespace covers keyrings: the caller's would be this program's too
+    """Become a user without any privileges or keys, irrevocably."""
+    # no namespace isolates keyrings, so leave the caller's
     number = KEYCTL.get(os.uname().machine, 219)
     left = libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
-    # a kernel without keys, or a container whose filter forbids them to the program too
+    # tolerate kernels without keys, and containers whose filter forbids keyctl altogether
     if left < 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
         checked(left, "leave the session keyring")
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
@@ -188,18 +188,18 @@ def drop_privileges(uid: int | None) -> None:
 
 
 def supervise(status: int, seconds: int) -> None:
-    """Go on as a child; this process stays, ends what the child leaves, and ends as it did.
+    """Continue as a child; this process waits, ends leftovers, and exits with the child's code.
 
-    It ends by itself after `seconds`, since its caller may be killed.
+    It exits after `seconds` in any case, since its caller may be killed.
     """
     libc.prctl(PR_SET_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
     if child == 0:
-        # not where this process has become another user; there the namespace ends it
+        # only for the same user; otherwise the namespace ends the child
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         return
     os.close(status)
-    # it holds the task, with what a program must not read
+    # its memory holds the task, which the program must not read
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGALRM, lambda *_: give_up())
     signal.alarm(seconds)
@@ -214,20 +214,21 @@ def supervise(status: int, seconds: int) -> None:
 
 
 def give_up() -> None:
-    """End everything and this process."""
+    """Kill all processes, including this one."""
     end_all()
     os._exit(124)
 
 
 def end_all() -> None:
-    """Kill and take away every process that is left, orphans too, which are this one's now."""
+    """Kill and reap all remaining processes, including orphans, which are now our children."""
     end = time.monotonic() + 2
     while time.monotonic() < end:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
                 for pid in file.read().split():
                     os.kill(int(pid), signal.SIGKILL)
-        except OSError:  # without /proc: the end of this process ends its namespace
+        except OSError:
+            # without /proc: the end of this process ends its namespace
             return
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -1,4 +1,4 @@
-"""Runs programs on this machine, confined, with limits, and ends each as a tree.
+"""Runs programs on this machine, confined and limited, and ends each with its descendants.
 
 `build_sandbox` chooses between this and a SandboxFusion server.
 """
@@ -28,10 +28,10 @@ from rollout.sandbox.fusion import FusionSandbox
 
 logger = logging.getLogger(__name__)
 
-READY = b"ready"  # of `inside.py`
-POLL_S = 0.1  # between two looks at a program's memory and processes
+READY = b"ready"  # report of `inside.py`
+POLL_S = 0.1  # interval of checks of a program's memory and processes
 CHUNK = 1 << 16
-# by language, the program's file and what executes it; Python's is the configured interpreter
+# by language: the program's file and its interpreter; Python's comes from the configuration
 COMMANDS = {"python": ("main.py",), "bash": ("main.sh", "/bin/bash")}
 ADVICE = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run"
@@ -70,13 +70,13 @@ class LocalSandbox:
         self._output_bytes = output_bytes
         self._confinement: Confinement | None = None
         self._starting: asyncio.Task[None] | None = None
-        # the slots that are free: programs at the same time are different users where we are root
+        # free slots; concurrent programs run as different users if we are root
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(concurrency):
             self._slots.put_nowait(slot)
 
     async def start(self) -> None:
-        """See `Sandbox`: take the first confinement in which a program runs."""
+        """See `Sandbox`: choose the first confinement that can run a program."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._choose())
         await asyncio.shield(self._starting)
@@ -142,7 +142,7 @@ class _Run:
             return await self._process(json.dumps(task).encode(), program)
 
     def _task(self, program: Program) -> dict[str, Any]:
-        """Return what `inside.py` gets to know about the program and its surroundings."""
+        """The facts about the program and its surroundings that `inside.py` needs."""
         task = self.confinement.task(self.slot)
         main, *argv = COMMANDS[program.language]
         code = program.code.encode("utf-8", "replace")
@@ -169,7 +169,7 @@ class _Run:
     async def _process(self, task: bytes, program: Program) -> Outcome:
         read, write = os.pipe()
         with os.fdopen(read, "rb", buffering=0) as status:
-            # asyncio cannot be interrupted while it starts a process, without leaving half of one
+            # shielded, since an interrupted process start of asyncio leaves half a process
             starting = asyncio.ensure_future(self._start(write))
             try:
                 process = await asyncio.shield(starting)
@@ -193,7 +193,7 @@ class _Run:
                 if not reason:
                     ended = await self._until_end(process, program, begin)
             finally:
-                # also where this task is cancelled
+                # also if this task is cancelled
                 await asyncio.shield(_end(process, output))
             seconds = time.monotonic() - begin
             if ended[0] == "finished" and (late := status.read(4096)):
@@ -226,7 +226,7 @@ class _Run:
     async def _until_ready(
         self, process: asyncio.subprocess.Process, status: BinaryIO, task: bytes
     ) -> str:
-        """Wait until the program begins; return why it cannot, if so."""
+        """Wait until the program begins; return the error if it cannot."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[bytes] = loop.create_future()
 
@@ -290,12 +290,13 @@ class _Run:
 async def _end(
     process: asyncio.subprocess.Process, output: Sequence[asyncio.Future[bytes]]
 ) -> None:
-    """Kill everything that is left, and read what it had written."""
+    """Kill all remaining processes, and read what they have written."""
     await kill_process(process, "sandboxed process")
     if output:
         await asyncio.wait(output, timeout=REAP_S)
     for part in output:
-        if not part.done():  # something still holds its end
+        # another process still holds the other end
+        if not part.done():
             part.cancel()
             with suppress(asyncio.CancelledError):
                 await part
@@ -303,7 +304,8 @@ async def _end(
 
 async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
     assert process.stdin is not None
-    with suppress(ConnectionError):  # it died; its status says why
+    # the process has died, and its exit status says why
+    with suppress(ConnectionError):
         process.stdin.write(task)
         await process.stdin.drain()
     process.stdin.close()

@@ -149,7 +149,7 @@ def test_outcomes(value: Any, expected: Outcome) -> None:
         ([], "nonsense"),
         ({}, "nonsense"),
         ("ok", "nonsense"),
-        (answer("Wonderful"), "nonsense was answered.*Wonderful"),
+        (answer("Wonderful"), "the answer is invalid.*Wonderful"),
         (answer(run_result=None), "nonsense"),
         (answer(run_result="good"), "nonsense"),
         (answer(run_result=result(stdout=7)), "output that is no text"),
