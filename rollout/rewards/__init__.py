@@ -1,1 +1,1 @@
-"""Rewards: the weighted sum of named parts. `scorer.py` makes them from the configuration."""
+"""Rewards: the weighted sum of named parts. `scorer.py` builds them from the configuration."""

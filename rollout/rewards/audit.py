@@ -1,6 +1,6 @@
-"""Audits a reward: scores cheap answers to a few rows, and reports which of them pay.
+"""Audits a reward: scores cheap answers to a few rows, and reports the kinds that pay.
 
-`rlcore data` prints the whole report. A run makes the audit while its engines start, and warns.
+`rlcore data` prints the whole report. A run audits its reward while its engines start, and warns.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 16  # answers that are scored together
-# A cheap answer that scores on so few rows may be right there by chance, as a number of the prompt.
+CHUNK = 16  # answers scored together
+# A cheap answer that scores on this share of the rows may be right there by chance.
 CHANCE = 0.25
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An answer to a row, with the sample that the reward scored."""
+    """An answer to a row, with the scored sample."""
 
     row: int
     answer: AuditAnswer
@@ -47,19 +47,19 @@ class Scored:
 
     @property
     def failed(self) -> str | None:
-        """Why the reward failed on it, if it did."""
+        """The reason for which the reward failed on it, if it did."""
         return self.sample.metadata.get("reward_error")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """On how many rows answers of one kind score.
+    """The audit's result for one kind of answer.
 
     Attributes:
-        tried: rows that have such an answer.
-        paid: rows on which one of them scores.
-        best: one that has the highest reward.
-        pays: whether that is more than chance explains, though it should not score.
+        tried: number of rows with such an answer.
+        paid: number of rows on which one of them scores.
+        best: an answer with the highest reward.
+        pays: whether the kind scores more often than by chance, though it should not.
     """
 
     kind: Kind
@@ -69,12 +69,12 @@ class Finding:
     pays: bool
 
     def describe(self, reward: RewardConfig) -> str:
-        """Return "the prompt scores on 8 of 8 rows (...)"."""
+        """A phrase like "the prompt scores on 8 of 8 rows (...)"."""
         text = f"{self.kind.name} scores on {self.paid} of {self.tried} rows"
         return f"{text} ({self.example(reward)})" if self.paid else text
 
     def example(self, reward: RewardConfig) -> str:
-        """Return the best answer with its reward, its row and the part that paid most."""
+        """The best answer with its reward, its row and the part that paid most."""
         sample = self.best.sample
         parts = {
             name: reward.parts[name].weight * score
@@ -89,10 +89,10 @@ class Finding:
 
 
 class RewardAudit:
-    """Scores answers that nobody worked for, with the parts that need no more than their text.
+    """Scores effortless answers with the parts that need only their text.
 
     Args:
-        ask_services: ask services and judges too, which may cost money.
+        ask_services: include services and judges, which may cost money.
     """
 
     def __init__(
@@ -121,9 +121,10 @@ class RewardAudit:
         """Score the answers to `rows`, and return those that were scored in time.
 
         Args:
-            scorer: with at least the parts of `self.reward`, and started. Its counts of failures
-                stay as they are.
-            limit_s: after half of it nothing more is begun, and after it what hangs is cancelled.
+            scorer: a started scorer with at least the parts of `self.reward`. Its failure counts
+                are left unchanged.
+            limit_s: after half of it no more scoring starts; after all of it pending calls are
+                cancelled.
         """
         audited = scorer.only(self.reward.parts)
         began = time.monotonic()
@@ -137,7 +138,8 @@ class RewardAudit:
             work = audited.score([one.sample for one in chunk])
             try:
                 await within(limit_s - used, work, lambda: "")
-            except DeadlineExceeded:  # recovery: fewer answers are audited
+            except DeadlineExceeded:
+                # recovery: fewer answers are audited
                 break
             done += chunk
         return done
@@ -145,8 +147,8 @@ class RewardAudit:
     async def start(self, scorer: Scorer) -> None:
         """Start the reward of a run, audit it, and log what it pays for.
 
-        No failure of the audit ends a run. A reward that fails here fails in step 1 too, which
-        counts and names it.
+        A failure of the audit never ends a run. A reward that fails here fails in step 1 too, which
+        counts and names the failure.
 
         Raises:
             UserError: as `Scorer.start`.
@@ -161,21 +163,21 @@ class RewardAudit:
         if found:
             logger.warning(
                 "the reward pays for answers that solve nothing: %s. A policy finds these first:"
-                " change reward.parts, or look at `rlcore data` and docs/rewards.md (gaming)",
+                " change reward.parts, or see `rlcore data` and docs/rewards.md (gaming)",
                 "; ".join(found),
             )
 
     def findings(self, scored: Sequence[Scored]) -> list[Finding]:
-        """Return what the reward pays for, by kind of answer, in the order of `KINDS`."""
+        """Results by kind of answer, in the order of `KINDS`."""
         rows: dict[int, list[Scored]] = defaultdict(list)
         for one in scored:
             if not one.failed:
                 rows[one.row].append(one)
-        # of each kind and row the best answer, and whether it pays
+        # by kind: the best answer of each row, and whether it pays
         by_kind: dict[Kind, list[tuple[Scored, bool]]] = defaultdict(list)
         for answers in rows.values():
             pays = _paying(answers)
-            # of equal rewards the shortest answer is the last, and stays
+            # among equal rewards the shortest answer sorts last and is kept
             ranked = sorted(answers, key=lambda one: (one.sample.reward, -len(one.answer.text)))
             for one in {one.answer.kind: one for one in ranked}.values():
                 by_kind[one.answer.kind].append((one, pays(one.sample)))
@@ -184,12 +186,12 @@ class RewardAudit:
 
     @cached_property
     def _answers(self) -> AuditAnswers:
-        # labels are read when the first row is audited
+        # created here, so that labels are read only when the first row is audited
         return AuditAnswers(self.reward, self._prompts)
 
     def _of(self, row: int) -> Iterator[Scored]:
         prompt = self._prompts[row]
-        # what was asked, without the marks of a chat template
+        # the question without the marks of a chat template
         contents = [message.get("content") for message in prompt.messages or ()]
         asked = str(next((text for text in reversed(contents) if text), prompt.text))
         for answer in self._answers.of(self._prompts.examples[row], asked):
@@ -197,7 +199,7 @@ class RewardAudit:
 
 
 def _why_not(part: RewardPartConfig, ask_services: bool) -> str | None:
-    """Why a part of the reward is not asked."""
+    """The reason for which a part of the reward is left out."""
     if part.function == "overlong":
         return "it scores lengths"
     if part.model is not None:
@@ -210,10 +212,10 @@ def _why_not(part: RewardPartConfig, ask_services: bool) -> str | None:
 
 
 def _paying(answers: Sequence[Scored]) -> Callable[[Sample], bool]:
-    """Return whether a sample's reward counts as one, from those of all answers to a row.
+    """A predicate for paying rewards, derived from all answers to a row.
 
-    It does from half way between the lowest reward, or 0, and that of the label. Where no label
-    is an answer, any reward above 0 does.
+    A reward pays from half way between the lowest reward, or 0, and the label's. If no label is an
+    answer, any reward above 0 pays.
     """
     rewards = [(one.sample.reward, one.answer.kind is RIGHT) for one in answers]
     right = [reward for reward, is_right in rewards if is_right]
@@ -230,7 +232,7 @@ def _paying(answers: Sequence[Scored]) -> Callable[[Sample], bool]:
 
 
 def _commonest(scored: Sequence[Scored]) -> float:
-    """The share of the rows that a constant answer gets: those with the commonest label."""
+    """The share of the rows that a constant answer gets right: those with the commonest label."""
     labels = {one.row: one.sample.label for one in scored if one.answer.kind is RIGHT}
     counts = Counter(map(str, labels.values()))
     return max(counts.values()) / len(labels) if len(labels) > 1 else 0.0
@@ -248,7 +250,8 @@ def _sample(
 ) -> Sample:
     try:
         made = encode(tokenizer, [answer.text], [prompt.prompt_id])[0]
-    except DataError:  # a tokenizer of few symbols; rewards of text do not care
+    except DataError:
+        # a tokenizer with few symbols; rewards of text do not use the tokens
         made = np.zeros(0, dtype=np.int32)
     logprobs = np.zeros(len(made), dtype=np.float32)
     versions = (VersionSpan(0, 0, len(made)),)

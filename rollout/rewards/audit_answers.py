@@ -1,5 +1,5 @@
-"""The responses on which a reward is audited: right ones, made of the label, and cheap ones, which
-a policy finds without solving the task.
+"""The responses on which a reward is audited: right ones, made from the label, and cheap ones,
+which a policy finds without solving the task.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import FinishReason
 from rollout.rewards.scorer import PartsBySource
 
-OTHERS = 100  # rows among which labels of other rows are looked for
-MAX_NUMBERS = 4  # of one prompt
+OTHERS = 100  # rows searched for other labels
+MAX_NUMBERS = 4  # numbers of one prompt that are tried
 MAX_EXPRESSIONS = 4
 MAX_LISTED = 6  # labels in a list of answers
 REFUSAL = "I'm sorry, but I cannot help with that."
@@ -29,7 +29,7 @@ class Kind:
     """A kind of answer.
 
     Attributes:
-        verdict: whether an answer of this kind should score; "either" is a matter of taste.
+        verdict: whether an answer of this kind should score; "either" leaves that open.
     """
 
     name: str
@@ -49,13 +49,13 @@ EMPTY = Kind("the format without content", "wrong")
 THOUGHT = Kind("the right answer inside a thought", "wrong")
 LATER = Kind("the right answer after a wrong one", "either")
 CUT = Kind("the right answer, cut off by length", "either")
-# in the order of a report
+# in the order of the report
 KINDS = (
     *(RIGHT, NOTHING, PROMPT, SENTENCE, NUMBER, EXPRESSION, LISTED, OTHER, REFUSED, EMPTY),
     *(THOUGHT, LATER, CUT),
 )
 
-# what a place looks like, and what it is called
+# form of the answer at each place, and its name
 _PLACES = {
     "boxed": ("\\boxed{{{}}}", "in a box"),
     "hash": ("#### {}", "behind ####"),
@@ -77,7 +77,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n+")
 
 @dataclass(frozen=True)
 class AuditAnswer:
-    """One response, its kind, and what it is in words."""
+    """One response, its kind, and a description."""
 
     kind: Kind
     text: str
@@ -86,7 +86,7 @@ class AuditAnswer:
 
 
 class AuditAnswers:
-    """Makes responses for rows, each where the parts that score its row look for an answer."""
+    """Makes responses for rows, with the answer wherever the parts that score the row look."""
 
     def __init__(self, reward: RewardConfig, prompts: PromptSet) -> None:
         self._reward = reward
@@ -94,13 +94,13 @@ class AuditAnswers:
         self._others = [o for o in islice(prompts.examples, OTHERS) if self._has_answer(o)]
 
     def of(self, example: Example, prompt: str) -> list[AuditAnswer]:
-        """Return the answers for a row, right ones first; no text stands there twice.
+        """The distinct answers for a row, right ones first.
 
-        Those that need the label are left out where the label is no answer: it is missing, or
-        holds tests or constraints. A cheap answer that is the label itself is none.
+        Answers that need the label are left out if the label is no answer: it is missing, or
+        holds tests or constraints. A cheap answer that equals the label is left out, too.
 
         Args:
-            prompt: the text that was asked, without the marks of a chat template.
+            prompt: the question without the marks of a chat template.
         """
         found: dict[tuple[str, str], AuditAnswer] = {}
         golds = [_end(example.label)] if self._has_answer(example) else []
@@ -121,7 +121,7 @@ class AuditAnswers:
             yield AuditAnswer(RIGHT, end if boxed else form.format(end), f"the label {name}")
 
     def _cheap(self, example: Example, prompt: str) -> Iterator[AuditAnswer]:
-        """Yield the cheap answers, those that name a value at each place too."""
+        """Yield the cheap answers, including those that give a value at each place."""
         forms = ["{}", *(_PLACES[place][0] for place in self._places(example))]
 
         def placed(kind: Kind, texts: Iterable[str]) -> Iterator[AuditAnswer]:
@@ -130,11 +130,11 @@ class AuditAnswers:
                 for text in texts:
                     yield AuditAnswer(kind, form.format(text), kind.name)
 
-        # first of all, since the label of another row may stand in the prompt too
+        # first, since the label of another row may occur in the prompt too
         yield from self._with_label(example, forms)
         expressions = _expressions(prompt)
         yield AuditAnswer(NOTHING, "", NOTHING.name)
-        # not at the places: prose in a box takes a reader of mathematics long
+        # not at the places: parsing prose in a box as mathematics takes long
         yield AuditAnswer(PROMPT, prompt.strip(), PROMPT.name)
         sentences = [part.strip() for part in _SENTENCE_END.split(prompt) if part.strip()]
         for sentence in sentences[-1:]:
@@ -149,7 +149,7 @@ class AuditAnswers:
             yield AuditAnswer(EMPTY, text, EMPTY.name)
 
     def _with_label(self, example: Example, forms: Sequence[str]) -> Iterator[AuditAnswer]:
-        """Yield the answers that are made of the label and of those of other rows."""
+        """Yield the answers made from the label and from other rows' labels."""
         if not self._has_answer(example):
             return
         gold = _end(example.label)
@@ -160,7 +160,7 @@ class AuditAnswers:
             yield AuditAnswer(CUT, f"The answer is {right}", CUT.name, "length")
             if not others:
                 continue
-            # the label is never the last of a list: a reward may well take the last answer
+            # never put the label last in a list: a reward may reasonably take the last answer
             listed = [*others[: len(others) // 2], gold, *others[len(others) // 2 :]]
             yield AuditAnswer(LISTED, form.format(", ".join(listed)), LISTED.name)
             yield AuditAnswer(LISTED, ", ".join(map(form.format, listed)), LISTED.name)
@@ -169,7 +169,7 @@ class AuditAnswers:
             yield AuditAnswer(LATER, f"{wrong}\nNo, that is wrong: {right}", LATER.name)
 
     def _other_labels(self, example: Example) -> list[str]:
-        """Labels of rows that the same parts score, each another answer than all others."""
+        """Labels of rows with the same parts, each a different answer."""
         mine = self._rule.of(example.extra)
         found = [_end(example.label)]
         for other in self._others:
@@ -180,7 +180,7 @@ class AuditAnswers:
         return found[1:]
 
     def _has_answer(self, example: Example) -> bool:
-        """Whether the label of a row is what the parts that score it look for."""
+        """Whether the label of a row is an answer that its parts compare."""
         label: Any = example.label
         if isinstance(label, bool) or not isinstance(label, str | int | float):
             return False
@@ -189,14 +189,14 @@ class AuditAnswers:
         return {"tests", "constraints"}.isdisjoint(kinds) and bool({*kinds} - {"none"})
 
     def _places(self, example: Example) -> list[str]:
-        """The places where the parts look; a box for those that take any."""
+        """The places where the parts look; a box for parts that accept any place."""
         given = (self._reward.parts[name].args for name in self._rule.of(example.extra))
         places = [str(args.get("answer", "last")) for args in given]
         return [place if place in _PLACES else "boxed" for place in places]
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Whether two texts are the same answer: equal, white space and `$` aside, or equal numbers."""
+    """Whether two texts are the same answer: equal up to white space and `$`, or equal numbers."""
     plain = [text.strip(" \t\n$.").replace(",", "").casefold() for text in (a, b)]
     if plain[0] == plain[1]:
         return True
@@ -207,12 +207,12 @@ def same_answer(a: str, b: str) -> bool:
 
 
 def _end(label: Any) -> str:
-    """The answer of a label; openai/gsm8k's is a solution that ends in `#### 72`."""
+    """The answer in a label; openai/gsm8k's labels are solutions that end in `#### 72`."""
     return str(label).rsplit("####", maxsplit=1)[-1].strip()
 
 
 def _expressions(prompt: str) -> list[str]:
-    """The arithmetic of a prompt, and what stands there as LaTeX, the last ones."""
+    """The last arithmetic and LaTeX expressions of a prompt."""
     arithmetic = [found.strip(" .,") for found in _ARITHMETIC.findall(prompt)]
     latex = ["".join(groups).strip() for groups in _LATEX.findall(prompt)]
     return list(dict.fromkeys(filter(None, [*arithmetic, *latex])))[-MAX_EXPRESSIONS:]

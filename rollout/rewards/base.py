@@ -1,4 +1,4 @@
-"""Defines what the parts of a reward have in common."""
+"""The common types of reward parts."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ from rlcore.data.sample import Sample
 from rlcore.errors import RlcoreError
 
 T = TypeVar("T")
-# Rewards are float32 in a batch: beyond this they would be infinite there.
+# Rewards are float32 in a batch: larger values would become infinite.
 MAX_SCORE = float(np.finfo(np.float32).max)
 MAX_INFO = 1 << 16  # bytes of `info` as JSON, since it is recorded with each sample
 KEYS = ("score", "correct", "parts", "info")
-OUTCOME = "reward"  # the name of a workflow's outcome that is one number
+OUTCOME = "reward"  # name of a workflow's outcome that is a single number
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Says what a reward part thinks of a sample."""
+    """A reward part's verdict on a sample."""
 
     score: float
-    correct: bool | None = None  # None: the part does not say right or wrong
-    parts: Mapping[str, float] = field(default_factory=dict)  # what the score is made of
-    info: Mapping[str, Any] = field(default_factory=dict)  # anything to record, JSON-able
+    correct: bool | None = None  # None: the part does not judge right or wrong
+    parts: Mapping[str, float] = field(default_factory=dict)  # components of the score
+    info: Mapping[str, Any] = field(default_factory=dict)  # JSON-able data to record
 
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Says why a call gave no score."""
+    """The reason for which a call gave no score."""
 
     kind: Literal["error", "timeout"]
     reason: str
     place: str = ""  # ` (file:line in name)` of a user's function
-    external: bool = False  # no answer caused it: a label, a sandbox, a worker that cannot start
+    external: bool = False  # not caused by the answer: a label, a sandbox, a failed worker start
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", readable(self.reason))  # it is logged and recorded
+        # the reason is logged and recorded, so it must be encodable
+        object.__setattr__(self, "reason", readable(self.reason))
 
     def __str__(self) -> str:
         return self.reason + self.place
 
 
 def readable(text: str) -> str:
-    """Return text that any encoder takes: a lone surrogate becomes a question mark."""
+    """Make text encodable: replace lone surrogates by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
 class LabelError(ValueError):
-    """A label that a grader cannot read: no answer to its prompt can be judged."""
+    """A label that a grader cannot read, so that no answer can be judged."""
 
 
 Score = Verdict | RewardFailure
@@ -65,24 +66,24 @@ Score = Verdict | RewardFailure
 class RewardPart:
     """One named part of the reward.
 
-    A failure is a value and not an exception, since it concerns one sample.
+    A failure is a value rather than an exception, since it concerns a single sample.
     """
 
-    records_samples = False  # whether it puts each sample into the timeline itself
+    records_samples = False  # whether the part records each sample in the timeline itself
 
     async def start(self) -> None:
-        """Make ready to score."""
+        """Prepare to score."""
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The score or failure of each sample."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End what `start` began."""
+        """Release what `start` acquired."""
 
 
 class LocalPart(RewardPart):
-    """A part that the event loop scores itself: its grader is ours and quick."""
+    """A part that the event loop scores itself, with a fast built-in grader."""
 
     def __init__(self, grader: Callable[[Sample], Score]) -> None:
         self._grader = grader
@@ -92,9 +93,9 @@ class LocalPart(RewardPart):
 
 
 def workflow_outcome(name: str, sample: Sample) -> Score:
-    """Return what the workflow gave for a part: the number under its name, else its only one.
+    """The workflow's outcome for a part: the number under its name, otherwise its only number.
 
-    An outcome `correct` says right or wrong.
+    An outcome `correct` gives the verdict.
     """
     outcome = sample.outcome
     if name not in outcome and OUTCOME not in outcome:
@@ -111,13 +112,13 @@ def workflow_outcome(name: str, sample: Sample) -> Score:
 
 
 class BatchedPart(RewardPart):
-    """A part that scores several samples in one call, whichever groups they belong to.
+    """A part that scores several samples in one call, across groups.
 
     Samples that wait while all calls are busy form the next batch.
 
     Args:
-        batch_size: most samples of a call.
-        concurrency: calls at a time.
+        batch_size: limit of samples in a call.
+        concurrency: limit of concurrent calls.
     """
 
     def __init__(self, *, batch_size: int, concurrency: int = 1) -> None:
@@ -141,14 +142,15 @@ class BatchedPart(RewardPart):
 
     async def _send(self) -> None:
         try:
-            # groups that finish in this iteration of the loop join the first batch
+            # let groups that finish in this iteration of the loop join the first batch
             await asyncio.sleep(0)
             while self._waiting:
                 size = min(len(self._waiting), self._batch_size)
                 calls = [self._waiting.popleft() for _ in range(size)]
                 if calls := [call for call in calls if not call[1].done()]:
                     await self._send_batch(calls)
-        finally:  # in this iteration of the loop: `score` starts another one in the next
+        finally:
+            # in the same iteration of the loop, since `score` starts a new sender in the next
             self._senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     async def _send_batch(self, calls: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
@@ -171,21 +173,21 @@ class BatchedPart(RewardPart):
         await asyncio.gather(*self._senders, return_exceptions=True)
 
 
-# --- exceptions -----------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 async def each(
     samples: Sequence[Sample], score: Callable[[Sample], Awaitable[Score]]
 ) -> list[Score]:
-    """Score the samples side by side; an exception is the failure of its sample."""
+    """Score the samples concurrently; an exception becomes the failure of its sample."""
     return list(await asyncio.gather(*(attempted(score(sample)) for sample in samples)))
 
 
 async def attempted(work: Awaitable[T]) -> T | RewardFailure:
-    """The result of `work`, or the failure that its exception is.
+    """The result of `work`, or the failure for its exception.
 
-    SystemExit and KeyboardInterrupt are taken in here, since asyncio would let them out of a task
-    and so out of the loop. That loop runs next to the main thread, which alone gets Ctrl-C.
+    SystemExit and KeyboardInterrupt are caught here, since asyncio would let them out of the task
+    and the loop. That loop runs next to the main thread, which alone receives Ctrl-C.
     """
     try:
         return await work
@@ -195,13 +197,14 @@ async def attempted(work: Awaitable[T]) -> T | RewardFailure:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        return failed(error)  # code that was called raised it
+        # raised by code that was called, not a cancellation of this task
+        return failed(error)
     except BaseException as error:  # noqa: BLE001 - recovery: no grader ends a run
         return failed(error)
 
 
 def attempt(call: Callable[[], T]) -> T | RewardFailure:
-    """The result of `call`, or the failure that its exception is."""
+    """The result of `call`, or the failure for its exception."""
     try:
         return call()
     except BaseException as error:  # noqa: BLE001 - recovery: no grader ends a run
@@ -209,16 +212,16 @@ def attempt(call: Callable[[], T]) -> T | RewardFailure:
 
 
 def failed(error: BaseException) -> RewardFailure:
-    """The failure that an exception of a grader is, whatever the exception's own methods raise."""
+    """The failure for a grader's exception, even if the exception's own methods raise."""
     try:
         text = " ".join(str(error).split())[:200]
     except BaseException as another:  # noqa: BLE001 - recovery: the name of its type is enough
-        text = f"its text cannot be had, that raised {type(another).__name__}"
+        text = f"its text is unavailable, since that raised {type(another).__name__}"
     external = isinstance(error, LabelError | RlcoreError)
     return RewardFailure("error", f"raised {type(error).__name__}: {text}", external=external)
 
 
-# --- what a function returned ---------------------------------------------------------------------
+# --- return values --------------------------------------------------------------------------------
 
 
 def checked(value: Any) -> Score:
@@ -264,7 +267,7 @@ def _verdict(value: Mapping[Any, Any]) -> Verdict:
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"{name}: {str(given)[:80]!r}, expected a mapping by names")
     try:
-        # plain values, which those who record the sample can write
+        # plain values, which can be recorded as JSON
         plain = orjson.dumps([list(parts), dict(info)])
     except orjson.JSONEncodeError as error:
         raise ValueError(f"info that is not JSON: {str(error)[:80]}") from error

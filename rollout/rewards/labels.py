@@ -1,4 +1,4 @@
-"""Refuses labels that a built-in grader cannot read, when the prompts are loaded."""
+"""Refuses labels that a built-in grader cannot read, when prompts are loaded."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rollout.rewards.graders.reasoning_gym import entry_of
 from rollout.rewards.graders.text import letters_of
 from rollout.rewards.scorer import PartsBySource
 
-# what is left out of a label before it must say something
+# parts of a label without content
 _MARKS = re.compile(r"\\(?:boxed|fbox|text)\b|[\s${}]")
 
 
 def _mathematics(label: Any, row: Mapping[str, Any]) -> None:
-    """Refuse labels that say nothing. To parse the others would take minutes at load."""
+    """Refuse empty labels. Parsing the others would take minutes when data is loaded."""
     for one in accepted(label):
         if not _MARKS.sub("", one):
             raise ValueError(f"the label {one!r} is no mathematics")
 
 
-# by kind of label, what reads it and its row, or raises ValueError; `letter` needs the choices
+# readers of labels and rows by kind, which raise ValueError; `letter` also needs the choices
 READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "text": lambda label, _: accepted(label),
     "mathematics": _mathematics,
@@ -38,12 +38,12 @@ READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "tests": read_tests,
     "entry": lambda _, row: entry_of(row),
 }
-# labels that are objects, or stand in columns of their own
+# kinds of labels that are objects, or have their own columns
 OBJECTS = ("constraints", "tests", "entry")
 
 
 def check_labels(config: Config, prompts: PromptSet) -> None:
-    """Refuse prompts that no part scores, or whose label a grader cannot read.
+    """Refuse prompts that no part scores, or with a label that a grader cannot read.
 
     Raises:
         ConfigError: there are no labels.
@@ -82,5 +82,6 @@ def _check(name: str, part: RewardPartConfig, example: Example) -> None:
             READERS[kind](example.label, example.extra)
     except ValueError as error:
         if kind not in OBJECTS and not isinstance(example.label, list):
-            check_label(example, f"reward.parts.{name}")  # it names the key that was meant
+            # its error names the key that was probably meant
+            check_label(example, f"reward.parts.{name}")
         raise DataError(f"{example.where}: {error} for reward.parts.{name}") from error

@@ -21,13 +21,13 @@ from rollout.rewards.base import BatchedPart, RewardFailure, Score, attempt, che
 
 
 class ModelPart(BatchedPart):
-    """Scores the tokens of a sample as they are: policy and reward model share a vocabulary.
+    """Scores the tokens of a sample directly: policy and reward model share a vocabulary.
 
-    Batches run one by one in a thread of their own.
+    Batches run one at a time in a separate thread.
 
     Raises:
-        ModelError: the folder is no classifier with one output, or its vocabulary is not the
-            policy's.
+        ModelError: the folder holds no classifier with one output, or its vocabulary differs from
+            the policy's.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ModelPart(BatchedPart):
     async def _ask(self, samples: list[Sample]) -> list[Score]:
         sequences = [sample.tokens for sample in samples]
         loop = asyncio.get_running_loop()
-        # taken in the thread: no future of asyncio carries a StopIteration
+        # catch exceptions in the thread: futures of asyncio cannot carry a StopIteration
         found = await loop.run_in_executor(self._thread, attempt, partial(self.forward, sequences))
         if isinstance(found, RewardFailure):
             return [found] * len(samples)
@@ -74,20 +74,21 @@ class ModelPart(BatchedPart):
         return scores
 
     async def close(self) -> None:
-        """Drop what waits, and let the thread end."""
+        """Drop waiting samples, and let the thread end."""
         await super().close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def load_classifier(folder: str, where: str, device: torch.device) -> Any:
-    """The classifier in `folder`, ready for left-padded batches.
+    """Load the classifier in `folder` for left-padded batches.
 
-    Raises ModelError if it has not exactly one output.
+    Raises ModelError unless it has exactly one output.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the run has its own
+    # the run has its own progress bar
+    logging.disable_progress_bar()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(

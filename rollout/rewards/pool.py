@@ -1,12 +1,12 @@
 """Runs reward functions in worker processes, each call under `reward.timeout_s`.
 
-A function may hang inside C code or eat all memory, and only a process can be stopped. Each worker
-is a fresh interpreter, neither forked from a threaded parent nor re-importing the caller's main
-script.
+A function may hang inside C code or use up all memory, and only a process can be stopped. Each
+worker is a fresh interpreter: it is not forked from a threaded parent, and does not import the
+caller's main script again.
 
-`pebble.ProcessPool` was tried instead, and is weaker: spawned workers import the main script again,
-a timeout leaves the processes that a function started, and a function that cannot be imported
-surfaces as a broken pool without its name.
+`pebble.ProcessPool` is weaker: spawned workers import the main script again, a timeout leaves the
+processes that a function started, and a function that cannot be imported surfaces as a broken pool
+without its name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rollout.asyncio_utils import cancel, has_ended, kill_process, within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked, each
 from rollout.rewards.worker import HEADER, pack
 
-MAX_ANSWER = 1 << 20  # bytes; a verdict's `info` is far smaller
+MAX_ANSWER = 1 << 20  # bytes of an answer; a verdict's `info` is far smaller
 # {part: (import path, keyword arguments)}
 Functions = Mapping[str, tuple[str, Mapping[str, Any]]]
-# a worker is one of many on its machine
+# a worker is one of many on its machine, so numerical libraries use one thread each
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -49,14 +49,14 @@ ONE_THREAD = {
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What a worker process gets: memory, and names of environment variables beyond the usual."""
+    """Memory limit of a worker process, and names of its additional environment variables."""
 
     memory_gb: float = 8.0
     environment: Sequence[str] = ()
 
 
 class BadAnswer(Exception):
-    """The worker's socket carried something that is no answer to the call."""
+    """The worker's socket carried something other than the answer to the call."""
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Worker:
     async def start(cls, functions: Functions, limits: WorkerLimits) -> Worker:
         """Start a process that has imported `functions`.
 
-        Raises ConfigError when a function cannot be imported, RunFailed when the process dies.
+        Raises ConfigError if a function cannot be imported, RunFailed if the process dies.
         """
         worker = await cls._spawn(limits)
         names = ", ".join(path for path, _ in functions.values())
@@ -111,10 +111,11 @@ class Worker:
                     "rollout.rewards.worker",
                     str(theirs.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=2,  # what a function prints goes to the log
+                    # redirect a function's prints to the log
+                    stdout=2,
                     env={**allowed, **ONE_THREAD, "PYTHONPATH": path},
                     pass_fds=(theirs.fileno(),),
-                    # a group of its own: Ctrl-C is ours
+                    # a separate process group, since we handle Ctrl-C ourselves
                     start_new_session=True,
                 )
             except BaseException:
@@ -124,8 +125,8 @@ class Worker:
         return cls(process, reader, writer)
 
     async def call(self, part: str, sample: Sample, timeout_s: float) -> Score:
-        """The score, or why there is none. After a timeout or a death the worker is dead."""
-        # a frame that something else wrote into the socket does not know it
+        """The score, or the failure. After a timeout or a death the worker is dead."""
+        # identifies the answer: a frame written by another process does not contain it
         identity = secrets.token_hex(8)
         try:
             reply = await within(timeout_s, self._exchange((identity, part, sample)), lambda: "")
@@ -141,20 +142,20 @@ class Worker:
                 "error", f"its worker process died with exit code {await self.end()}"
             )
         except BaseException:
-            # an answer that is not read would be taken for the answer to the next call
+            # an unread answer would be taken for the answer to the next call
             await self.kill()
             raise
 
     async def _exchange(self, message: object) -> dict[str, Any]:
-        """Send a request and return the answer. Raises EOFError when the process is gone."""
+        """Send a request and return the answer. Raises EOFError if the process has ended."""
         self.writer.write(pack(pickle.dumps(message, protocol=5)))
         reply = asyncio.ensure_future(self._receive())
-        # a process that the function left behind may keep the socket open when the worker is gone
+        # a process that the function left behind may keep the socket open after the worker's end
         gone = asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
-                # what it wrote before its end may still be on its way
+                # the worker's last message may still be in transit
                 await asyncio.wait({reply}, timeout=WORKER_ENDS_S)
             if not reply.done():
                 raise EOFError
@@ -181,14 +182,15 @@ class Worker:
         return self.process.returncode is None
 
     async def end(self) -> int | None:
-        """End the process, which has closed its socket; returns the exit code that it chose."""
+        """End a process that has closed its socket; return its own exit code."""
         await has_ended(self.process, WORKER_ENDS_S)
         return await self.kill()
 
     async def kill(self) -> int | None:
-        """End the process and all that it started; returns its exit code."""
+        """Kill the process and its descendants; return its exit code."""
         await kill_process(self.process, "reward worker")
-        with suppress(ProcessLookupError):  # the whole group is gone
+        # the whole group has ended
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.writer.close()
         with suppress(ConnectionError):
@@ -198,7 +200,7 @@ class Worker:
 
 def _score(reply: dict[str, Any], identity: str) -> Score:
     if reply.pop("id", None) != identity:
-        raise BadAnswer("an answer to no call of ours; does the function write to descriptors?")
+        raise BadAnswer("an answer to an unknown call; does the function write to descriptors?")
     if "error" in reply:
         place = str(reply.get("place", ""))
         external = bool(reply.get("external"))
@@ -208,7 +210,7 @@ def _score(reply: dict[str, Any], identity: str) -> Score:
 
 @dataclass
 class RewardPool:
-    """Keeps `size` workers that know `functions`.
+    """Keeps `size` workers that have imported `functions`.
 
     A worker that dies or overruns its deadline is replaced.
     """
@@ -221,7 +223,7 @@ class RewardPool:
     _idle: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
     _starting: asyncio.Future[None] | None = None
-    _lanes: Lanes = field(default_factory=lambda: Lanes("rewards", "worker"))
+    _tracks: Lanes = field(default_factory=lambda: Lanes("rewards", "worker"))
 
     async def start(self) -> None:
         """Start all workers at once; every part that shares the pool may call this."""
@@ -233,7 +235,8 @@ class RewardPool:
         started = await asyncio.gather(
             *(self._start_worker() for _ in range(self.size)), return_exceptions=True
         )
-        for worker in started:  # only now, when `close` knows all workers that did start
+        # raise only now, since `close` knows all started workers
+        for worker in started:
             if isinstance(worker, BaseException):
                 raise worker
             self._idle.put_nowait(worker)
@@ -244,11 +247,11 @@ class RewardPool:
         return worker
 
     async def score(self, part: str, sample: Sample) -> Score:
-        """The score of one part. Its deadline does not count the time in the queue."""
+        """The score of one part. Its deadline excludes the time in the queue."""
         await self.start()
         asked = now()
         worker = await self._idle.get()
-        lane = self._lanes.take()
+        lane = self._tracks.take()
         began = now()
         try:
             if worker is None:
@@ -260,8 +263,8 @@ class RewardPool:
                 worker = None
             self._idle.put_nowait(worker)
             args = {"sample": sample.index, "waited_s": round(began - asked, 6), **of_group()}
-            RECORDER.add(self._lanes.track(lane), part, began, now(), **args)
-            self._lanes.give_back(lane)
+            RECORDER.add(self._tracks.track(lane), part, began, now(), **args)
+            self._tracks.give_back(lane)
 
     async def close(self) -> None:
         """End all workers."""

@@ -1,6 +1,6 @@
-"""Sums the weighted parts of a reward, and says what becomes of a sample where a part fails.
+"""Sums the weighted parts of a reward, and handles samples for which a part fails.
 
-`build_scorer` makes the parts from the configuration.
+`build_scorer` builds the parts from the configuration.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rollout.sandbox.local import build_sandbox
 
 logger = logging.getLogger(__name__)
 
-# graders that are quick, and that no response can make slow
+# fast graders, which no response can make slow
 LOCAL: dict[str, Callable[..., Verdict]] = {
     "exact_match": text.exact_match,
     "f1": text.f1,
     "overlong": text.overlong,
 }
-# graders that worker processes import, by their import paths
+# graders that worker processes import, by import path
 POOLED = {
     "math": "rollout.rewards.graders.mathematics:math",
     "choice": "rollout.rewards.graders.text:choice",
@@ -55,28 +55,28 @@ POOLED = {
     "ifeval": "rollout.rewards.graders.ifeval:ifeval",
     "reasoning_gym": "rollout.rewards.graders.reasoning_gym:ReasoningGym",
 }
-# keys of `Sample.metadata` that the scorer alone sets
+# keys of `Sample.metadata` that only the scorer sets
 VERDICTS = ("correct", "reward_error", "reward_info")
-MAX_CAUSES = 20  # of failures that are logged; those of further causes are only counted
-# ends of a sample that are no end of its answer, for `non_stop_penalty`
+MAX_CAUSES = 20  # causes of failures that are logged; further causes are only counted
+# finish reasons with an incomplete answer, for `non_stop_penalty`
 UNFINISHED = frozenset({"length", "context", "turns", "timeout"})
 
 
 @dataclass
 class FailureCounts:
-    """How many samples were scored, on how many a part failed, and which have no score for it.
+    """Counts of scored samples and of samples on which a part failed, and the unscored samples.
 
-    A built-in grader that fails over an answer has found it wrong, so that sample has a score.
+    If an answer makes a built-in grader fail, the answer is wrong, so its sample has a score.
     """
 
     samples: int = 0
     errors: int = 0
     timeouts: int = 0
-    unscored: list[Failure] = field(default_factory=list)  # one a sample
+    unscored: list[Failure] = field(default_factory=list)  # one for each unscored sample
 
     @property
     def failed(self) -> int:
-        """The number of samples on which a part failed."""
+        """Number of samples on which a part failed."""
         return self.errors + self.timeouts
 
     def add(self, other: FailureCounts) -> None:
@@ -88,7 +88,7 @@ class FailureCounts:
 
 
 class PartsBySource:
-    """Knows which parts score which rows. A part without `sources` scores every row."""
+    """Maps rows to the parts that score them. A part without `sources` scores every row."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._by = config.by
@@ -99,7 +99,7 @@ class PartsBySource:
         """The names of the parts that score `row`.
 
         Raises:
-            DataError: the row has no value at `reward.by`, or one that no part's `sources` know.
+            DataError: the row's value at `reward.by` is missing, or in no part's `sources`.
         """
         values = () if self._by is None else self._values(row, self._by)
         if values not in self._chosen:
@@ -136,12 +136,11 @@ def _matches(value: str, sources: Iterable[str]) -> bool:
 
 
 class Scorer:
-    """Fills in `reward`, `reward_parts` and, where a part says right or wrong, `correct`.
+    """Fills in `reward`, `reward_parts` and, if a part gives a verdict, `metadata["correct"]`.
 
-    That is `metadata["correct"]`. Where a part failed, `metadata["reward_error"]` says why, and the
-    sample gets `reward.on_error`. With `drop` its reward is NaN, unless a built-in grader failed
-    over the answer: then that part scores 0. `metadata["reward_info"]` has what parts
-    report about a sample.
+    If a part failed, `metadata["reward_error"]` has the reason, and the sample gets
+    `reward.on_error`. With `drop` its reward is NaN, unless the answer made a built-in grader fail:
+    then that part scores 0. `metadata["reward_info"]` has the parts' reports about a sample.
     """
 
     def __init__(
@@ -151,18 +150,19 @@ class Scorer:
         self._parts = dict(parts)
         self._max_causes = max_causes
         self._by_source = PartsBySource(config)
-        # What a built-in grader finds where an answer makes it fail. Left out, answers that are
-        # hard to check would make accuracy look better.
+        # Scores of built-in graders for answers that make them fail. Dropping hard-to-check answers
+        # would inflate the accuracy.
         self._found_wrong = {
             name: Verdict(0.0, False if GRADERS[part.function].verifies else None)
             for name, part in config.parts.items()
             if part.function in GRADERS
         }
-        self._lanes = Lanes("rewards", "call")  # of parts without workers
+        # timeline tracks for parts without workers
+        self._tracks = Lanes("rewards", "call")
         self._causes: Counter[Hashable] = Counter()
 
     def only(self, names: Iterable[str]) -> Scorer:
-        """Return a scorer with some of the parts, these very ones, that logs no failure."""
+        """A scorer with some of these very parts, which logs no failures."""
         parts = {name: self._parts[name] for name in names}
         return Scorer(self._config, parts, max_causes=0)
 
@@ -173,12 +173,12 @@ class Scorer:
     async def score(
         self, samples: Sequence[Sample], greedy: Sequence[Sample] = ()
     ) -> FailureCounts:
-        """Score all samples in place; returns how many failed.
+        """Score all samples in place; return the counts of failures.
 
         The samples of a conversation are scored once, by the last of them.
 
         Args:
-            greedy: those of the baseline. Their rollouts have the numbers of others.
+            greedy: the baseline's samples, whose rollout ids equal those of other samples.
         """
         rollouts: dict[Hashable, list[Sample]] = {}
         for kind, given in (("training", samples), ("greedy", greedy)):
@@ -200,7 +200,8 @@ class Scorer:
             try:
                 for name in self._parts.keys() & self._by_source.of(sample.metadata):
                     rows[name].append(at)
-            except DataError as error:  # a workflow may have changed the metadata
+            except DataError as error:
+                # a workflow may have changed the metadata
                 scores[at]["reward.by"] = RewardFailure("error", str(error), external=True)
         columns = await asyncio.gather(
             *(self._scored_by(name, [samples[at] for at in asked]) for name, asked in rows.items())
@@ -214,11 +215,11 @@ class Scorer:
         return counts
 
     async def _scored_by(self, name: str, samples: Sequence[Sample]) -> list[Score]:
-        """The scores of one part, whose call is put into the timeline."""
+        """The scores of one part, whose call is recorded in the timeline."""
         part = self._parts[name]
         if not samples:
             return []
-        span = self._lanes.span(name, samples=len(samples), **of_group())
+        span = self._tracks.span(name, samples=len(samples), **of_group())
         with nullcontext() if part.records_samples else span:
             found = await attempted(part.score(samples))
         return [found] * len(samples) if isinstance(found, RewardFailure) else found
@@ -291,7 +292,7 @@ class Scorer:
         return Failure(failure.kind, what, where, failure.reason, failure.place)
 
     def _warn(self, failure: Failure, outcome: str) -> None:
-        """Log the first, tenth, hundredth, ... failure of a cause."""
+        """Log the first, tenth, hundredth, ... failure with the same cause."""
         if failure.alike not in self._causes and len(self._causes) == self._max_causes:
             return
         self._causes[failure.alike] += 1
@@ -311,13 +312,13 @@ class Scorer:
 
 
 def _forget_verdicts(sample: Sample) -> None:
-    """Remove columns of the data that are called like a verdict."""
+    """Remove data columns that have the name of a verdict."""
     for key in VERDICTS:
         sample.metadata.pop(key, None)
 
 
 def _one_of(parts: Sequence[Sample]) -> Sample:
-    """The last sample of a conversation, with what was measured of all of it."""
+    """The last sample of a conversation, with the measurements of all of it."""
     if len(parts) == 1:
         return parts[0]
     measured = {name: value for part in parts for name, value in part.measured.items()}
@@ -331,7 +332,7 @@ def _copy_score(scored: Sample, sample: Sample) -> None:
     sample.metadata |= {key: scored.metadata[key] for key in VERDICTS if key in scored.metadata}
 
 
-# --- from the configuration -----------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------------------
 
 
 def build_scorer(
@@ -341,27 +342,29 @@ def build_scorer(
     device: str | None = None,
     max_new_tokens: int | None = None,
 ) -> Scorer:
-    """The scorer with every part of `config`; nothing is started yet.
+    """Build the scorer with every part of `config`, without starting anything.
 
     Args:
         vocab_size: the policy's; a reward model must have the same.
-        device: for reward models.
-        max_new_tokens: of the responses to score, for `overlong`.
+        device: device of reward models.
+        max_new_tokens: limit of the responses to score, for `overlong`.
 
     Raises:
-        ConfigError: a key or certificate of a service or judge that is missing.
-        ModelError: a reward model that cannot be used.
+        ConfigError: a key or certificate of a service or judge is missing.
+        ModelError: a reward model cannot be used.
     """
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
     limits = WorkerLimits(config.memory_gb, config.environment)
     pool = RewardPool(functions, config.workers, config.timeout_s, limits)
-    sandbox: Sandbox | None = None  # one for all parts
+    # shared by all parts
+    sandbox: Sandbox | None = None
     parts: dict[str, RewardPart] = {}
     for name, part in config.parts.items():
         function = str(part.function)
         args = grader_arguments(function, part.args, max_new_tokens)
         if part.model is not None:
-            from rollout.rewards.model import ModelPart  # torch and transformers
+            # imported here, since it needs torch and transformers
+            from rollout.rewards.model import ModelPart
 
             parts[name] = ModelPart(name, part.model, vocab_size=vocab_size, device=device)
         elif function == "code":
@@ -384,7 +387,7 @@ def build_scorer(
 def grader_arguments(
     function: str, args: dict[str, Any], max_new_tokens: int | None
 ) -> dict[str, Any]:
-    """The arguments of a built-in grader with their defaults; those of others as they are."""
+    """The arguments of a built-in grader with their defaults; those of other graders unchanged."""
     if function not in GRADERS:
         return dict(args)
     found = GRADERS[function].model_validate(args).model_dump()

@@ -1,4 +1,4 @@
-"""Parts that ask a server: a reward service, or a model that judges, as OpenAI's API has it."""
+"""Parts that ask a server: a reward service, or a judge model behind OpenAI's API."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from rollout.rewards.base import (
 )
 
 MAX_ANSWER_BYTES = 4 << 20
-RECORDED = 2000  # characters of the judge's answer, its end, which are recorded with the sample
+RECORDED = 2000  # characters from the end of the judge's answer, recorded with the sample
 Texts = Callable[[Sequence[Sample]], list[str]]
 
 
 def client_of(where: str, config: ServerConfig) -> JsonClient:
-    """Return the client of a part whose configuration key is `where`.
+    """The client of a part whose configuration key is `where`.
 
     Raises:
-        ConfigError: `api_key_env` names a variable that is not set, or `ca_file` no such file.
+        ConfigError: `api_key_env` names an unset variable, or `ca_file` a missing file.
     """
     if config.ca_file is not None:
-        client_context(config.ca_file, where=f"{where}.ca_file")  # says now what is wrong with it
+        # report an invalid file now
+        client_context(config.ca_file, where=f"{where}.ca_file")
     headers = {}
     if config.api_key_env is not None:
         key = os.environ.get(config.api_key_env)
@@ -66,7 +67,7 @@ def client_of(where: str, config: ServerConfig) -> JsonClient:
 def failure(
     error: NoAnswer | ValueError, who: str, config: ServerConfig, where: str
 ) -> RewardFailure:
-    """Return the failure of the samples that a server was asked about."""
+    """The failure of the samples that a server was asked to score."""
     if not isinstance(error, NoAnswer):
         return RewardFailure("error", f"the {who} answered {error}")
     attempts = f", in {config.retries + 1} attempts ({where}.retries)" if error.again else ""
@@ -77,10 +78,10 @@ def failure(
 
 
 class ServicePart(BatchedPart):
-    """Sends samples to a service, those of different groups together in one request.
+    """Sends samples to a service, several groups together in one request.
 
-    slime's `remote_rm` takes one sample a request; the reward is the answer, or under a key.
-    OpenRLHF's `--remote_rm_url` takes lists of texts, prompts and labels, and gives a list of
+    slime's `remote_rm` takes one sample per request; the reward is the answer, or under a key.
+    OpenRLHF's `--remote_rm_url` takes lists of texts, prompts and labels, and returns a list of
     rewards. SGLang's `/classify` with a reward model takes a list of texts; the score is the
     embedding.
 
@@ -125,7 +126,7 @@ class ServicePart(BatchedPart):
         }
 
     def _values(self, answer: Any, samples: Sequence[Sample]) -> list[Any]:
-        """Return a number or a mapping of each sample. Raises ValueError for another answer."""
+        """A number or a mapping for each sample. Raises ValueError for an invalid answer."""
         key = self._config.key
         if self._config.format == "slime":
             return [answer if key is None else _at(answer, key)]
@@ -144,11 +145,11 @@ class ServicePart(BatchedPart):
 
 
 def texts(tokenizer: str | None, key: str) -> Texts:
-    """What a reward model reads of a sample, as its chat template or the policy's renders it.
+    """The function that renders a sample for a reward model, by its chat template or the policy's.
 
     Args:
-        tokenizer: the folder of the reward model's.
-        key: the one of the configuration that names the folder, for errors.
+        tokenizer: folder of the reward model's tokenizer.
+        key: the configuration key that names the folder, for errors.
 
     Raises:
         ModelError: there is no tokenizer with a chat template.
@@ -163,7 +164,7 @@ def texts(tokenizer: str | None, key: str) -> Texts:
             f"{key}: the tokenizer in {tokenizer} has no chat template: leave the key out to send"
             " prompt and response as the policy saw them"
         )
-    # the server's tokenizer puts its BOS before what it is sent
+    # the server's tokenizer adds its own BOS
     bos = loaded.decode(leading_bos(loaded))
 
     def rendered(sample: Sample) -> str:
@@ -199,7 +200,7 @@ def _as_many(values: Any, samples: Sequence[Sample], what: str) -> list[Any]:
 class JudgePart(RewardPart):
     """Rates each response by `template` and `pattern`.
 
-    The score is the rating's place between `low` and `high`.
+    The score is the rating's relative position between `low` and `high`.
 
     Raises:
         ConfigError: see `client_of`.
@@ -256,7 +257,7 @@ class JudgePart(RewardPart):
 
 
 def filled(template: str, sample: Sample) -> str:
-    """The template with the sample's texts, in one pass: a response cannot name another field."""
+    """Fill the template in one pass, so that a response cannot name another field."""
     fields = {
         "prompt": sample.prompt_text,
         "response": sample.response_text,
@@ -266,7 +267,7 @@ def filled(template: str, sample: Sample) -> str:
 
 
 def _content(answer: Any) -> str:
-    """The text of a chat completion. Raises ValueError: the answer is none."""
+    """The text of a chat completion. Raises ValueError for an invalid answer."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (TypeError, KeyError, IndexError):

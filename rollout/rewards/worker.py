@@ -1,15 +1,15 @@
 """The worker process of the reward pool: `python -m rollout.rewards.worker SOCKET`.
 
-It exchanges frames with the rollout service over one socket: 4 bytes of length, then the message.
-Requests are pickles, which come from the service alone. Answers are JSON, since a function may let
-anything into them. First comes the set-up ({"functions": {part: (import path, keywords)},
+The worker exchanges frames with the rollout service over one socket: 4 bytes of length, then the
+message. Requests are pickles, since they come only from the service. Answers are JSON, since a
+function may influence them. First comes the set-up ({"functions": {part: (import path, keywords)},
 "sys_path": [...], "memory_gb": ...}), answered with {"problem": text or null}; then calls
 (id, part, sample), each answered with {"id": id, "score": ..., ...} or
 {"id": id, "error": text, "place": text, "external": bool}.
 
-A function may print, start processes, leave some of them behind, exit or run out of memory: it
-finds nothing on its standard input, its prints go to the log, its processes do not inherit the
-socket, and what a call has started ends with the call.
+A function may print, start processes, leave some of them behind, exit or run out of memory. Its
+standard input is empty, its prints go to the log, its processes do not inherit the socket, and
+processes started by a call end with the call.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from rollout.rewards.base import RewardFailure, Score, checked, failed, readable
 
 RewardFunction = Callable[[Sample], Any]
 HEADER = struct.Struct("<I")
-STRAYS_LEFT = 70  # the exit code of a worker that cannot end what a call has started
-HIGH = 200  # above the descriptors that code counts on or loops over
+STRAYS_LEFT = 70  # exit code of a worker that cannot end the processes of a call
+HIGH = 200  # above the descriptors that code relies on or loops over
 
 
 def pack(payload: bytes) -> bytes:
-    """Return the message as a frame."""
+    """Pack a message into a frame."""
     return HEADER.pack(len(payload)) + payload
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Return the next request. Raises EOFError when the parent is gone."""
+    """Read the next request. Raises EOFError if the parent has ended."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         raise EOFError
@@ -65,23 +65,23 @@ def answer(stream: BinaryIO, message: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve calls until the parent is gone."""
+    """Serve calls until the parent ends."""
     die_with_parent()
     adopt_orphans()
     requests, answers = open_socket(int(sys.argv.pop()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # where the machine has no memory left, the kernel ends this process before the trainer
+    # if the machine runs out of memory, the kernel kills this process before the trainer
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         setup = receive(requests)
         functions = load_functions(setup, answers)
-        # what importing or constructing a function has started may serve every call
+        # processes started by imports or constructors may serve every call
         keep = frozenset(descendants(os.getpid()))
         while functions:
             identity, part, sample = receive(requests)
             score = call(functions[part], sample, setup["memory_gb"])
-            # nothing of a sample stays for the next call, no process that could look for it
+            # no sample survives its call, nor does a process that could look for it
             del sample
             end_strays(keep)
             answer(answers, encoded(identity, score))
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def open_socket(inherited: int) -> tuple[BinaryIO, BinaryIO]:
-    """Return requests and answers, on descriptors that no child of this process has."""
+    """Open requests and answers on descriptors that children of this process do not inherit."""
     descriptor = fcntl.fcntl(inherited, fcntl.F_DUPFD_CLOEXEC, HIGH)
     os.close(inherited)
     requests = os.fdopen(descriptor, "rb")
@@ -101,16 +101,16 @@ def open_socket(inherited: int) -> tuple[BinaryIO, BinaryIO]:
             with suppress(OSError):
                 os.close(stream.fileno())
 
-    # a child that is forked and executes nothing would keep them
+    # a child that forks without exec would keep them open
     os.register_at_fork(after_in_child=close)
     return requests, answers
 
 
 def limit_memory(gigabytes: float) -> None:
-    """Have allocations beyond the limit fail.
+    """Make allocations beyond the limit fail.
 
-    RLIMIT_DATA counts what is private and writable; the address space also counts the gigabytes
-    that CUDA and torch only reserve.
+    RLIMIT_DATA counts private writable memory; the address space also counts the gigabytes that
+    CUDA and torch only reserve.
     """
     limit = int(gigabytes * 2**30)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -120,7 +120,7 @@ def limit_memory(gigabytes: float) -> None:
 
 
 def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, RewardFunction]:
-    """Return the functions by part; {} after reporting why there are none."""
+    """The functions by part; {} after reporting an error."""
     sys.path[:] = setup["sys_path"]
     limit_memory(setup["memory_gb"])
     try:
@@ -151,7 +151,8 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         return functools.partial(found, **args) if args else found
     try:
         made: Any = found(**args)
-    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
+    except (Exception, SystemExit) as error:
+        # the user's constructor may raise anything
         raise ConfigError(
             f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"
             f"{place_of(found.__init__, error)}"
@@ -161,7 +162,7 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
 
 
 def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str | None:
-    """Why `found` cannot be called with a sample and `args`; None where it can or nobody knows."""
+    """The reason for which `found` cannot be called with a sample and `args`; None if unknown."""
     name = getattr(found, "__name__", type(found).__name__)
     given = ", ".join(f"{key}={value!r}" for key, value in args.items())
     calls: list[tuple[Callable[..., Any], tuple[None, ...], dict[str, Any], str]]
@@ -178,10 +179,11 @@ def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str
         calls = [(found, (None,), dict(args), shown)]
     for target, positional, keywords, shown in calls:
         if inspect.iscoroutinefunction(target):
-            return f"is `async def`, and a reward function is called plainly{place_of(target)}"
+            return f"is `async def`, but a reward function must be synchronous{place_of(target)}"
         try:
             signature = inspect.signature(target)
-        except (TypeError, ValueError):  # some functions of C have none
+        except (TypeError, ValueError):
+            # some C functions have no signature
             continue
         try:
             signature.bind(*positional, **keywords)
@@ -208,7 +210,7 @@ def call(function: RewardFunction, sample: Sample, memory_gb: float) -> Score:
 
 
 def encoded(identity: str, score: Score) -> dict[str, Any]:
-    """Return the answer to a call."""
+    """The answer to a call, as JSON-able data."""
     if isinstance(score, RewardFailure):
         place = readable(score.place)
         failure = {"error": score.reason, "place": place, "external": score.external}
@@ -217,10 +219,10 @@ def encoded(identity: str, score: Score) -> dict[str, Any]:
 
 
 def end_strays(keep: frozenset[int]) -> None:
-    """End what the call has started; exit, and so be replaced, if it cannot be ended."""
+    """End the processes of a call; exit, and so be replaced, if that fails."""
     if not keep:
         try:
-            # a cheap question: orphans are ours too, so without a child there is no descendant
+            # cheap: orphans are our children too, so without a child there is no descendant
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return

@@ -1,6 +1,6 @@
 """The reward `code`: the response's last code block passes the tests of the label.
 
-The code runs in the sandbox of `reward.sandbox`, each test in a run of its own.
+The code runs in the sandbox of `reward.sandbox`, in a separate run for each test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout.sandbox import Sandbox
 
 
 class CodePart(RewardPart):
-    """Scores code; its arguments are those of `rlcore.config.sections.graders.CodeArgs`."""
+    """Scores code; for its arguments see `rlcore.config.sections.graders.CodeArgs`."""
 
     def __init__(
         self,
@@ -59,16 +59,17 @@ class CodePart(RewardPart):
         score = count / len(tests) if self._share else float(right)
         if self._share:
             info = {"passed": count, "tests": len(tests)}
-        else:  # the others were not waited for
+        else:
+            # a failed test ended the wait for the others
             info = {"tests": len(tests)}
         return Verdict(score, right, info=info if right else {**info, "problem": problem})
 
     async def _problems(
         self, tests: list[CodeTest], code: str
     ) -> list[tuple[int, str]] | RewardFailure:
-        """Return which tests failed, and how; with `all`, the first that is known to have.
+        """The failed tests with reasons; unless `all`, only the first known failure.
 
-        The sandbox may give no outcome: then nobody knows whether the code is right.
+        Without an outcome of the sandbox, the code stays unjudged.
         """
         runs = {
             asyncio.ensure_future(attempted(self._problem(test, code))): at

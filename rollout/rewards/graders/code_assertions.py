@@ -1,8 +1,8 @@
 """Splits assertions, as MBPP and HumanEval write them, into tests.
 
-A test is executed apart from the solution, so every name in it is Python's, the test's own, or the
-solution's. Only the last are asked of the solution: with a `len` or `isclose` of its own it could
-say what is equal.
+A test is executed apart from the solution, so every name in it belongs to Python, the test, or the
+solution. Only the solution's names are requested from the solution: with its own `len` or `isclose`
+it could decide what is equal.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 
 from rollout.rewards.graders.places import literal_of
 
-# What solutions in the style of LeetCode take for granted; last what `math` hides, `pow`.
+# Names that LeetCode-style solutions assume; last the name that `math` hides, `pow`.
 PRELUDE = (
     *("typing", "collections", "heapq", "bisect", "itertools", "functools", "math"),
     "builtins",
 )
 MORE = ("copy", "datetime", "decimal", "fractions")
 ALIASES = {"np": "numpy", "pd": "pandas"}
-# of MBPP: statements, and lines of imports, that stand before every assertion
+# MBPP columns: statements and import lines that precede every assertion
 SETUP = ("test_imports", "test_setup_code")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
-# an import, or a function with all that is indented below it
+# an import, or a function with all its indented lines
 _BLOCKS = re.compile(
     r"^(?:from [\w.]+ import .+|import .+|(?:@.+\n)*def \w+\(.*(?:\n(?:[ \t].*)?)*)", re.MULTILINE
 )
@@ -52,10 +52,10 @@ class Statement:
 
 
 def statements_of(text: str, row: Mapping[str, Any]) -> list[Statement]:
-    """Return a test for each assertion of a text, behind the other statements before it.
+    """Make a test of each assertion of a text, preceded by the other statements before it.
 
-    What stands behind the last assertion and asserts too, as a loop or `check(function)` do, is one
-    more test. Raises ValueError for what is no test.
+    Later statements that also assert, such as a loop or `check(function)`, form one more test.
+    Raises ValueError for text that is no test.
     """
     body, entry, prelude = _parsed(text, row)
     tests: list[Statement] = []
@@ -74,14 +74,14 @@ def statements_of(text: str, row: Mapping[str, Any]) -> list[Statement]:
 
 
 def statement_of(text: str, row: Mapping[str, Any]) -> Statement:
-    """Return a text as one test. Raises ValueError for what is no test."""
+    """Make one test of a text. Raises ValueError for text that is no test."""
     return _statement(*_parsed(text, row))
 
 
 def _parsed(text: str, row: Mapping[str, Any]) -> tuple[list[ast.stmt], str, str]:
-    """Return the statements behind the row's setup, and what HumanEval's other columns say.
+    """The statements after the row's setup, and the data of HumanEval's other columns.
 
-    That is what `check` tests, and what the prompt defines for it and for the solution.
+    Those are the function that `check` tests, and the prompt's definitions for test and solution.
     """
     body = [*_setup(row), *_body(text, "")]
     wanted = {name for one in body for node in ast.walk(one) for name in _wanted(node)}
@@ -108,7 +108,7 @@ def _body(text: str, where: str) -> list[ast.stmt]:
 
 
 def _setup(row: Mapping[str, Any]) -> list[ast.stmt]:
-    """Return the statements of the columns that go with a list of assertions."""
+    """The statements of the columns that accompany a list of assertions."""
     found = []
     for column in SETUP:
         value = literal_of(row.get(column))
@@ -120,14 +120,14 @@ def _setup(row: Mapping[str, Any]) -> list[ast.stmt]:
 
 
 def _given(prompt: Any, entry: str) -> list[ast.stmt]:
-    """Return the imports and functions that the code of a prompt has before the one to write.
+    """The imports and functions in a prompt's code before the function to write.
 
-    HumanEval's tests and solutions may call them. The code may stand in a conversation.
+    HumanEval's tests and solutions may call them. The code may be part of a conversation.
     """
     before = prompt.partition(f"def {entry}(") if isinstance(prompt, str) else ("", "", "")
     found: list[ast.stmt] = []
     for block in _BLOCKS.findall(before[0]) if before[1] else []:
-        # recovery: a sentence that begins with "import" is no code
+        # recovery: a sentence that begins with "import" is not code
         with suppress(SyntaxError):
             found += ast.parse(block).body
     return found
@@ -147,7 +147,7 @@ def _statement(body: Sequence[ast.stmt], entry: str, prelude: str = "") -> State
     imports = {name: _import_of(name, name in modules) for name in free if name != entry}
     names = [name for name in free if imports.get(name) is None]
     if not names:
-        # MBPP has functions that are called `sum`: the first call in which there is no other
+        # MBPP has functions called `sum`: take the first call that contains no other call
         calls = [node for node in nodes if isinstance(node, ast.Call) and _is_innermost(node)]
         found = [c.func.id for c in calls if isinstance(c.func, ast.Name) and c.func.id in imports]
         names = found[:1]
@@ -162,7 +162,7 @@ def _is_innermost(call: ast.Call) -> bool:
 
 
 def _wanted(node: ast.AST) -> list[str]:
-    """The names that must come from somewhere for this node."""
+    """The names that this node uses."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return [node.id]
     if isinstance(node, ast.ImportFrom) and node.module == "solution":
@@ -173,7 +173,7 @@ def _wanted(node: ast.AST) -> list[str]:
 
 
 def _bound(node: ast.AST) -> list[str]:
-    """The names that this node gives a meaning."""
+    """The names that this node binds."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()):
             return [name]
@@ -193,7 +193,7 @@ def _bound(node: ast.AST) -> list[str]:
 
 
 def _import_of(name: str, is_module: bool) -> str | None:
-    """How a test gets a name of Python's own; empty if it has it, None if it is no such name."""
+    """The import that gives a test a name of Python's; empty for a builtin, None if unknown."""
     if hasattr(builtins, name):
         return ""
     if is_module and name in ALIASES:

@@ -1,13 +1,13 @@
 """The program that runs one test of a solution inside the sandbox, as two processes.
 
 The solution's process executes `solution.py` and answers requests. The judging process holds the
-test: it reads the task from standard input only after the two have parted, the kernel lets no other
-process look into it, and what it takes from the solution are values of Python's own types, rebuilt
-from JSON. Every other object stays with the solution, and the test has a `Remote` of it, which
-cannot be compared.
+test: it reads the task from standard input only after the fork, the kernel lets no other process
+read its memory, and it takes only values of Python's own types from the solution, rebuilt from
+JSON. Every other object stays with the solution; the test has a `Remote` of it, which cannot be
+compared.
 
-The source of this file is sent to the sandbox, so it imports nothing but the standard library, and
-works with Pythons that are older than ours.
+The source of this file is sent to the sandbox, so it imports only the standard library, and works
+with older Python versions than ours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _pairs(value: Any) -> list[list[Any]]:
     return [[key, item] for key, item in value.items()]
 
 
-# a type that crosses as a copy -> its value as types of JSON (or of this table), and back
+# type that is sent as a copy -> conversions to JSON types (or types of this table) and back
 KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "builtins.tuple": (list, tuple),
     "builtins.set": (list, set),
@@ -65,9 +65,9 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """Return a value as types of JSON; an object of another type as the number `keep` gives it.
+    """Encode a value as JSON types; an object of another type as the number that `keep` returns.
 
-    A subclass crosses as what it is derived from: an IntEnum as a number, a namedtuple as a tuple.
+    A subclass is sent as its base type: an IntEnum as a number, a namedtuple as a tuple.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -81,7 +81,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(text: str, find: Callable[[int], Any]) -> Any:
-    """Return the value of a text of `encode`; `find` returns the object of a number."""
+    """Decode the result of `encode`; `find` returns the object with a given number."""
 
     def revive(tagged: dict[str, Any]) -> Any:
         ((name, value),) = tagged.items()
@@ -94,7 +94,7 @@ def decode(text: str, find: Callable[[int], Any]) -> Any:
 
 
 def load(module: types.ModuleType, prelude: str, recursion: int) -> None:
-    """Execute the solution as the module `solution`, for which pickle and dataclasses look."""
+    """Execute the solution as the module `solution`, which pickle and dataclasses expect."""
     sys.modules["solution"] = module
     if recursion:
         sys.setrecursionlimit(recursion)
@@ -120,7 +120,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the pipe is closed."""
     kept: list[Any] = [types.ModuleType("solution")]
 
     def keep(value: Any) -> int:
@@ -131,7 +131,7 @@ def serve(requests: Any, replies: Any) -> None:
         operation, number, args, kwargs = decode(line, kept.__getitem__)
         try:
             value = OPERATIONS[operation](kept[number], *args, **kwargs)
-            # what works in place returns None
+            # a function that works in place returns None
             changed = args if operation == "call" and value is None else None
             reply = json.dumps(encode(["value", value, changed], keep))
         except Exception as error:  # noqa: BLE001 - raised again where the test has called
@@ -149,11 +149,11 @@ def _plain(value: Any) -> Any:
 
 
 class CannotJudge(BaseException):
-    """The test gives the solution what cannot cross; no handler in the test catches it."""
+    """The test gives the solution an unencodable value; no handler in the test catches it."""
 
 
 def _asks(operation: str) -> Callable[..., Any]:
-    """Return the method that has the solution's process do an operation with its object."""
+    """The method that requests an operation from the solution's process."""
 
     def ask(self: Remote, *args: Any, **kwargs: Any) -> Any:
         return self._link.ask(operation, self._number, args, kwargs)
@@ -165,7 +165,7 @@ class Remote:
     """An object in the solution's process.
 
     It can be called, read, iterated and printed. It cannot be compared: the comparison would send
-    the other value to the solution and let the solution judge it.
+    the other value to the solution, which could then judge itself.
     """
 
     __slots__ = ("_link", "_number")
@@ -193,7 +193,7 @@ class Remote:
         return self._link.ask("get", self._number, (name,), {})
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("an object of the solution's cannot be compared, only plain values")
+        raise TypeError("an object of the solution cannot be compared, only plain values")
 
 
 class Link:
@@ -204,7 +204,7 @@ class Link:
         self._replies = replies
 
     def ask(self, operation: str, number: int, args: Any, kwargs: Any) -> Any:
-        """Have the solution's process do something. Raises what the solution raises."""
+        """Request an operation from the solution's process. Raises what the solution raises."""
         request = json.dumps(encode([operation, number, list(args), kwargs], _number_of))
         try:
             self._requests.write(request + "\n")
@@ -236,14 +236,14 @@ def _exception(name: str, args: list[Any]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(*args)
-        # recovery: a constructor that takes other arguments
+        # recovery: a constructor with other arguments
         except TypeError:
             pass
     return RuntimeError(f"{name}: {args}")
 
 
 def _become(old: Any, new: Any) -> None:
-    """Change an argument as the solution has changed its copy."""
+    """Apply the solution's change of its copy to an argument."""
     if isinstance(old, list | bytearray) and type(old) is type(new):
         old[:] = new
     elif isinstance(old, dict | set) and type(old) is type(new):
@@ -252,13 +252,13 @@ def _become(old: Any, new: Any) -> None:
 
 
 def fail(reason: str) -> NoReturn:
-    """End at once, so that no handler of the test's own can go on."""
+    """End at once, so that no handler of the test can continue."""
     os.write(2, f"{reason}\n".encode("utf-8", "replace"))
     os._exit(1)
 
 
 def judge(link: Link, task: dict[str, Any]) -> Any:
-    """Run the test; return the value of a call. A test that fails raises or ends the process."""
+    """Run the test; return the value of a call. A failed test raises or ends the process."""
     solution = Remote(link, 0)
     call = task["function"] is not None
     link.ask("load", 0, [task["prelude"], DEEP if call else 0], {})
@@ -270,7 +270,7 @@ def judge(link: Link, task: dict[str, Any]) -> Any:
         try:
             names[name] = getattr(solution, name)
         except AttributeError:
-            # a NameError says it if the test comes to it
+            # the test raises NameError if it uses the name
             continue
     exec(task["imports"], names)
     exec(compile(task["statement"], "test", "exec", dont_inherit=True), names)
@@ -278,7 +278,7 @@ def judge(link: Link, task: dict[str, Any]) -> Any:
 
 
 def _function(solution: Any, name: str) -> Any:
-    """Return a function, or a method of `Solution`, which may have the name of an import."""
+    """A function, or a method of `Solution`; its name may also be an import's."""
     try:
         getattr(solution.Solution, name)
     except AttributeError:
@@ -287,22 +287,22 @@ def _function(solution: Any, name: str) -> Any:
 
 
 def hide() -> None:
-    """Let no process of the same user read this one's memory and descriptors."""
-    # ctypes itself takes 4 ms to import
+    """Protect the memory and descriptors from other processes of the same user."""
+    # importing ctypes itself takes 4 ms
     import _ctypes
 
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
     if _ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0)) != 0:
         fail("this process cannot be hidden from the solution's")
-    # the solution can write here, and send signals
+    # the solution can write to the current folder, and send signals
     folder = os.getcwd()
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != folder]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def main() -> None:
-    """Part into two processes, and run the test."""
-    # older Pythons have no limit
+    """Fork into two processes, and run the test."""
+    # older Python versions have no limit
     getattr(sys, "set_int_max_str_digits", int)(0)
     requests = os.pipe()
     replies = os.pipe()
@@ -329,7 +329,7 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - the test has failed, by whatever it is
         fail(f"{type(error).__name__}: {error}".rstrip(": "))
     os.write(1, f"\n{task['token']}{answer}\n".encode())
-    # the solution's process ends with its pipes; tidying up would take longer than the test
+    # the solution's process ends with its pipes; cleaning up would take longer than the test
     os._exit(0)
 
 

@@ -7,8 +7,8 @@ A label is one of these, or its JSON text, as verl, APPS, DeepCoder and MBPP wri
     [{"input": ..., "output": ...}, ...]                          either, one map a test
     ["assert add(1, 2) == 3", ...]                                statements that must not raise
 
-What a program or a function should answer never enters the sandbox. Statements are executed there
-by a process that the solution cannot reach (`code_harness.py`).
+Expected outputs never enter the sandbox. Assertions are executed there by a process that the
+solution cannot reach (`code_harness.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollout.sandbox import Program
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}
 _HARNESS = Path(__file__).with_name("code_harness.py")
-# Python's limit of 4,300 digits is lifted, and the program is `__main__`, as it would be by itself.
+# Lifts Python's limit of 4,300 digits, and runs the program as `__main__`.
 _MAIN = """import sys
 getattr(sys, "set_int_max_str_digits", int)(0)
 del sys
@@ -65,11 +65,11 @@ class CodeTest:
 
 
 class CannotJudge(LabelError):
-    """The label asks for what cannot be judged, whatever the solution is."""
+    """The label cannot be judged for any solution."""
 
 
 def last_block(response: str) -> str | None:
-    """Return the last fenced block of Python in the response; None where there is none."""
+    """The last fenced block of Python in the response; None if there is none."""
     found = _BLOCK.findall(after_thinking(response))
     blocks = [code for language, code in found if language.lower() in _PYTHON]
     return textwrap.dedent(blocks[-1]) if blocks and blocks[-1].strip() else None
@@ -79,10 +79,10 @@ def last_block(response: str) -> str | None:
 
 
 def read_tests(label: Any, row: Mapping[str, Any], prompt: str = "") -> list[CodeTest]:
-    """Return the tests of a label; `row` has the other columns. Raises ValueError for no tests.
+    """The tests of a label; `row` has the other columns. Raises ValueError if there are none.
 
     Args:
-        prompt: whose code comes before the solution's, where the row has no column `prompt`.
+        prompt: its code precedes the solution's, if the row has no column `prompt`.
     """
     with _any_number_of_digits():
         try:
@@ -102,7 +102,7 @@ def read_tests(label: Any, row: Mapping[str, Any], prompt: str = "") -> list[Cod
 
 @contextmanager
 def _any_number_of_digits() -> Iterator[None]:
-    """Lift Python's limit on the digits of integers, for labels: whoever wrote these is trusted."""
+    """Lift Python's limit on the digits of integers, for labels, whose authors are trusted."""
     with _digits_lock:
         limit = sys.get_int_max_str_digits()
         sys.set_int_max_str_digits(0)
@@ -135,21 +135,21 @@ def _read(value: Any, row: Mapping[str, Any]) -> list[CodeTest]:
 
 
 def _function_of(test: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-    """Return the function that a test calls; LiveCodeBench has its name in a column of the row."""
+    """The function that a test calls; LiveCodeBench names it in a column of the row."""
     of_row = literal_of(row.get("metadata"))
     for given in (test, test.get("metadata"), row, of_row):
         if isinstance(given, Mapping) and (name := given.get("fn_name") or given.get("func_name")):
             return name
     if test.get("testtype") == "functional":
         raise ValueError(
-            "a test of the type functional names no function: have it in fn_name, or in func_name"
-            " of the column metadata"
+            "a test of the type functional names no function: set fn_name, or func_name of the"
+            " column metadata"
         )
     return None
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    """Return a list as it is; a text's characters or a map's keys are no list of tests."""
+    """Check that `value` is a list, since a text or a map would also be iterable."""
     value = literal_of(value) if not isinstance(value, str) else value
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list, got {type(value).__name__} {str(value)[:80]!r}")
@@ -165,20 +165,21 @@ def _pair(given: Any, wanted: Any, name: Any) -> CodeTest:
         raise ValueError(f"the name of a function must be text, got {name!r}")
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
-        # the result is JSON, too; else it may be a text that looks like it
+        # the result is JSON as well, or a text that is left as it is
         wanted = _decoded(wanted)
     return CodeTest(_listed(given, "the arguments of a call"), wanted, name)
 
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):  # a text without quotes
+        # text without quotes stays as it is
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
 
 def _text(value: Any) -> str:
-    # APPS has some as lists of lines
+    # APPS has some texts as lists of lines
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -187,7 +188,7 @@ def _text(value: Any) -> str:
 
 @cache
 def _harness() -> str:
-    """Return the harness: as bytecode for a Python like this one, which saves 3 ms, else source."""
+    """The harness: bytecode for the same Python version, which saves 3 ms, otherwise source."""
     source = _HARNESS.read_text(encoding="utf-8")
     bytecode = marshal.dumps(compile(source, _HARNESS.name, "exec", dont_inherit=True))
     return f"""import marshal
@@ -199,7 +200,7 @@ exec(marshal.loads(a2b_base64({b2a_base64(bytecode)!r})) if same else {source!r}
 
 
 def program_of(test: CodeTest, code: str, token: str, **limits: Any) -> Program:
-    """Return what to run; its output is for `passed`."""
+    """The program for a test; `passed` judges its output."""
     files = {"solution.py": code.encode("utf-8", "replace")}
     if test.function is None and test.statement is None:
         return Program(_MAIN, stdin=test.given, files=files, **limits)
@@ -218,7 +219,7 @@ def program_of(test: CodeTest, code: str, token: str, **limits: Any) -> Program:
 
 
 def passed(test: CodeTest, output: str, token: str) -> bool:
-    """Tell whether the output of a program that succeeded is right. Raises CannotJudge."""
+    """Whether the output of a successful program is right. Raises CannotJudge."""
     if test.function is None and test.statement is None:
         return same_text(output, test.expected)
     _, found, answer = output.rpartition("\n" + token)
@@ -229,14 +230,14 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
         reason = said.get("cannot_judge")
         value = said.get("value")
     except (AttributeError, ValueError, RecursionError):
-        # too deep, or of a solution that came by the token
+        # nested too deep, or written by a solution that obtained the token
         return False
     if reason is not None:
         raise CannotJudge(f"the label cannot be judged: {reason}")
     if test.statement is not None:
         return True
     try:
-        # APPS wraps results into lists; some write a result as its JSON next to arguments
+        # APPS wraps results into lists; some data sets write a result as JSON next to its arguments
         with _any_number_of_digits():
             results = (test.expected, _decoded(test.expected))
         return any(same_value(one, result) for one in (value, [value]) for result in results)
@@ -245,12 +246,12 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
 
 
 def _whole(text: str) -> int | Decimal:
-    """A number of a solution's, which may have so many digits that `int` would take minutes."""
+    """A solution's number, which may have so many digits that `int` would take minutes."""
     return int(text) if len(text) < _DIGITS else Decimal(text)
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Compare line by line and word by word: white space and the last digits of decimals aside."""
+    """Compare by lines and words, tolerating white space and the last digits of decimals."""
     lines = [[line.split() for line in text.strip().splitlines()] for text in (output, expected)]
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
@@ -265,15 +266,15 @@ def _same_number(one: str, other: str) -> bool:
     if not _NUMBER.fullmatch(one) or not _NUMBER.fullmatch(other):
         return False
     try:
-        # whole numbers must be equal in all digits, however they are written
+        # whole numbers must be equal in all digits, in any notation
         return _close(Decimal(one), Decimal(other), exact=not any(mark in other for mark in ".eE"))
     except InvalidOperation:
-        # an exponent that no number has
+        # an exponent out of range
         return False
 
 
 def _close(value: Decimal, expected: Decimal, *, exact: bool) -> bool:
-    """As judges of contests have it: 1e-6, absolute or relative to what is expected."""
+    """The tolerance of contest judges: 1e-6, absolute or relative to the expected value."""
     if value.is_nan() or expected.is_nan():
         return value.is_nan() and expected.is_nan()
     if exact or value.is_infinite() or expected.is_infinite():
@@ -285,7 +286,7 @@ def _close(value: Decimal, expected: Decimal, *, exact: bool) -> bool:
 def same_value(value: Any, expected: Any) -> bool:
     """Compare values of JSON; decimals may differ in their last digits."""
     if isinstance(value, int | float | Decimal) and isinstance(expected, int | float):
-        # True is 1 and 2.0 is 2, as an assertion would say
+        # True is 1 and 2.0 is 2, as in an assertion
         return _close(Decimal(value), Decimal(expected), exact=not isinstance(expected, float))
     if isinstance(expected, list | tuple):
         return (

@@ -1,12 +1,13 @@
 """The constraints of IFEval and of open-instruct: a function of a text, and its parameters' types.
 
-IFEval's are those of the data set google/IFEval (Zhou et al., arXiv 2311.07911), `strict`. Where
-IFEval asks NLTK, this counts by regular expressions: sentences (by `.!?`) and words in capitals may
-differ in rare cases. `english_capital` and `english_lowercase` do not ask which language it is.
+IFEval's constraints come from the data set google/IFEval (Zhou et al., arXiv 2311.07911), `strict`.
+IFEval uses NLTK where this module counts by regular expressions: sentences (by `.!?`) and words in
+capitals may differ in rare cases. `english_capital` and `english_lowercase` do not check the
+language.
 
-open-instruct's are those of its `if_functions`, for allenai/RLVR-IFeval and the mixed sets of Tulu
-3 (arXiv 2411.15124): the same 25 ideas with other rules (exact counts, "around", words separated by
-spaces). Both are written again here, since no package on PyPI is maintained.
+open-instruct's constraints come from its `if_functions`, for allenai/RLVR-IFeval and the mixed sets
+of Tulu 3 (arXiv 2411.15124): the same 25 ideas with other rules (exact counts, "around", words
+separated by spaces). Both are reimplemented here, since no package on PyPI is maintained.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollout.rewards.graders.places import literal_of
 
 
 def _whole(value: Any) -> Any:
-    """Return 3 for 3.0: a column with nulls makes numbers of it that way."""
+    """Convert 3.0 to 3: a column with nulls turns integers into floats."""
     is_whole = isinstance(value, np.integer) or (
         isinstance(value, float | np.floating) and float(value).is_integer()
     )
@@ -38,13 +39,13 @@ def _one_letter(value: str) -> str:
     return value
 
 
-# What parameters are.
+# Types of parameters.
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Ordinal = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Phrase = Annotated[str, Field(min_length=1)]
 Letter = Annotated[str, AfterValidator(_one_letter)]
 Phrases = Annotated[list[Phrase], BeforeValidator(literal_of), Field(min_length=1)]
-# as langdetect names it, "zh-cn"
+# a name of langdetect, such as "zh-cn"
 Language = Annotated[str, Field(pattern=r"^[a-z]{2}(-[a-z]{2})?$")]
 Relation = Literal["less than", "at least"]
 Quantifier = Literal["at least", "around", "at most"]
@@ -52,14 +53,14 @@ Quantifier = Literal["at least", "around", "at most"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """Whether a text and parameters of these types fulfil a constraint."""
+    """A check of a text against a constraint with parameters of these types."""
 
     holds: Callable[..., bool]
     types: Mapping[str, Any]
 
     @cached_property
     def parameters(self) -> type[BaseModel]:
-        """The parameters, checked strictly."""
+        """A model that validates the parameters strictly."""
         fields: dict[str, Any] = {name: (kind, ...) for name, kind in self.types.items()}
         config = ConfigDict(strict=True, extra="forbid")
         return create_model("Parameters", __config__=config, **fields)
@@ -69,14 +70,15 @@ def _constraint(holds: Callable[..., bool], **types: Any) -> Constraint:
     return Constraint(holds, types)
 
 
-# --- what both count ------------------------------------------------------------------------------
+# --- shared helpers -------------------------------------------------------------------------------
 
 
 def _language(text: str) -> str | None:
-    """Return the language of a text; None where there is none in it."""
+    """The language of a text; None if it cannot be detected."""
     import langdetect
 
-    langdetect.DetectorFactory.seed = 0  # it guesses at random otherwise
+    # without a seed, detection is random
+    langdetect.DetectorFactory.seed = 0
     try:
         return str(langdetect.detect(text))
     except langdetect.LangDetectException:
@@ -113,7 +115,7 @@ def _sentences(text: str) -> int:
 
 
 def _parts(text: str, mark: str) -> list[str] | None:
-    """Return what a mark separates, the ends aside where they are empty; None: an inner one is."""
+    """The parts between marks, without empty ends; None if an inner part is empty."""
     first, *inner = re.split(mark, text)
     last = inner.pop() if inner else ""
     if not all(part.strip() for part in inner):
@@ -183,7 +185,7 @@ IFEVAL: dict[str, Constraint] = {
         let_frequency=Count,
         let_relation=Relation,
     ),
-    # text without a language passes
+    # text without a detectable language passes
     "language:response_language": _constraint(
         lambda text, language: _language(text) in (language, None), language=Language
     ),
@@ -230,7 +232,7 @@ IFEVAL: dict[str, Constraint] = {
         section_spliter=Phrase,
         num_sections=Count,
     ),
-    # fenced or not
+    # with or without a fence
     "detectable_format:json_format": _constraint(
         lambda text: _is_json(
             re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
@@ -289,7 +291,7 @@ def _filled_paragraphs(text: str, N: int) -> bool:
 
 
 def _ended_sentences(text: str) -> int:
-    """Count sentences; "e.g." and "Dr." end none."""
+    """Count sentences; "e.g." and "Dr." do not end one."""
     ends = (match.start() for match in re.finditer(r"(?<=[.?!])\s", text))
     ended = [at for at in ends if not re.search(r"(\w\.\w.|[A-Z][a-z]\.)\Z", text[:at][-4:])]
     return len(ended) + 1
@@ -320,7 +322,7 @@ OPEN_INSTRUCT: dict[str, Constraint] = {
         word=Phrase,
         N=Count,
     ),
-    # not even inside of another word
+    # including occurrences inside other words
     "validate_forbidden_words": _constraint(
         lambda text, forbidden_words: (
             not any(word.lower() in text.lower() for word in forbidden_words)

@@ -1,8 +1,8 @@
-r"""Which operations a written answer leaves to be computed.
+r"""Finds the operations that a written answer leaves to be computed.
 
-`59+63`, `244/2`, `\binom{5}{2}` and `\int_0^3 1\,dx` are ways to a number; `122`, `\frac{3}{4}`,
+`59+63`, `244/2`, `\binom{5}{2}` and `\int_0^3 1\,dx` are computations; `122`, `\frac{3}{4}`,
 `20\%`, `1.5\times 10^3`, `3+2\sqrt{2}` and `\frac{1+\sqrt{5}}{2}` are numbers. `pending` names the
-operations: an answer may leave only those that its label leaves.
+operations: an answer may contain only those that its label contains.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from math import gcd
 
 SYMBOL = "symbol"
 UNREDUCED = "unreduced fraction"
-# deeper nesting is no answer, and Python's stack is finite
+# limits recursion; deeper nesting is no sensible answer
 MAX_DEPTH = 40
-# Python reads no number of more digits than 4300
+# below Python's own limit of 4300 digits
 MAX_DIGITS = 1000
-# a power of whole numbers with more digits is its own shortest form
+# a power of whole numbers with more digits counts as a number
 MAX_WRITTEN_DIGITS = 15
 
 _TOKEN = re.compile(
@@ -28,7 +28,7 @@ _TOKEN = re.compile(
     r"|\*\*|<=|>=|\\[A-Za-z]+|\\.|.",
     re.DOTALL,
 )
-# a command whose backslash was escaped once too often
+# a command with a doubled backslash
 _DOUBLED = re.compile(r"\\(?=\\[A-Za-z]{2})")
 _DROPPED = re.compile(
     r"\\(?:left|right|q?quad|text|mathbf|degree)(?![a-z])|\\[,!;: ()]|~|\$"
@@ -47,7 +47,7 @@ _SIGNS = {"+", "-", "\\pm", "±", "\\mp"}
 _OPEN = {"(", "[", "{", "\\{", "\\lbrace", "\\begin"}
 _CLOSE = {")", "]", "}", "\\}", "\\rbrace", "\\end"}
 _ENDS = {",", "|", "\\mid", *_CLOSE, *_SIGNS, *_RELATION, *_ABOUT}
-# what stands for itself, and the operation that it counts as, if any
+# symbols that stand for themselves, and the operation that they count as, if any
 _CONSTANTS = {"e": "e", "i": "i", "\\imath": "i", "\\pi": "pi", "π": "pi"}
 _CONSTANTS |= dict.fromkeys(("\\infty", "∞", "\\emptyset", "\\varnothing", "\\mathbb", "\\R"), "")
 _FUNCTION_NAMES = "ln log lg exp sin cos tan cot sec csc arcsin arccos arctan"
@@ -57,13 +57,13 @@ _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'*(?:\([^()=]*\))?|\([a-z](
 
 @dataclass(frozen=True)
 class _Value:
-    """What was read: a number, or a number's multiple of what `key` names."""
+    """A parsed value: a number, or a number times the term that `key` names."""
 
     # None: no number was written
     number: Fraction | None = None
-    # of the number: whole, decimal, fraction, ten (a power of ten)
+    # notation of the number: whole, decimal, fraction, ten (a power of ten)
     form: str = ""
-    # terms with the same key can be added; those of numbers is empty
+    # terms with the same key can be added; empty for plain numbers
     key: str = ""
 
 
@@ -71,14 +71,14 @@ def pending(text: str, *, every_side: bool) -> frozenset[str]:
     """The operations that `text` leaves to be computed; variables are `SYMBOL`.
 
     Args:
-        every_side: of equations, read all sides; else the last one.
+        every_side: read all sides of equations, rather than the last one.
     """
     text = _ENVIRONMENT.sub(r"\\\1\2", _DOUBLED.sub("", text)).replace("{,}", ",")
     text = _DROPPED.sub(" ", _WORDS.sub(",", text))
     tokens = [token for token in _TOKEN.findall(text) if not token.isspace()]
     found: set[str] = set()
     for statement in _split(tokens, {","}):
-        # math-verify reads what stands before the sign
+        # math-verify reads the part before the sign
         exact, *rough = _split(statement, _ABOUT)
         sides = _split(rough[0] if rough and (not exact or _is_name(exact)) else exact, _RELATION)
         if "=" in statement:
@@ -124,7 +124,7 @@ class _Reader:
         """The operations of the whole expression."""
         self._sum()
         while self._next():
-            # what the grammar does not know is an operation of its own
+            # unknown syntax counts as an operation
             self._found.add(self._take())
             self._sum()
         return self._found
@@ -205,10 +205,10 @@ class _Reader:
         return _Value(numbers[0].number, form, " ".join(keys))
 
     def _fraction(self, above: _Value, below: Fraction, form: str) -> tuple[Fraction | None, str]:
-        """The number that a quotient is, if it can be a fraction of whole numbers."""
+        """The number that a quotient is, if it is a fraction of whole numbers."""
         number = above.number
         if number is None:
-            # of \pi/2; \pi/1 is to be computed
+            # for \pi/2; \pi/1 counts as a computation
             number = Fraction(1)
         elif above.form not in {"whole", "ten"} or not below or number % below == 0:
             self._found.add("division")
@@ -330,14 +330,14 @@ class _Reader:
         return _Value(key=f"\\sqrt[{degree.number}]{inner.number}{inner.key}")
 
 
-# --- the prompt -----------------------------------------------------------------------------------
+# --- comparison with the prompt -------------------------------------------------------------------
 
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _PLAIN = re.compile(r"(?<!\S)\(*-?[\w.\\{}]+(?:\s*(?:[-+*/^=×÷·!<>]|\*\*|\)|\()+\s*[\w.\\{}]*)+")
 _IN_PROMPT = re.compile(r"[=<>,;:?]|\\[lg]eq?(?![a-z])")
 _LITERAL = re.compile(r"[\d.,%-]*")
 _SLASHED = re.compile(r"\\[dtc]?frac\{([^{}]*)\}\{([^{}]*)\}")
-# what changes no value: +0, *1, /1, ^1
+# parts without effect on the value: +0, *1, /1, ^1
 _PADDING = re.compile(r"[+-]0(?![\d.])|[/^]1(?![\d.])|(?<![\d.^/+-])1(?=[a-zA-Z\\])")
 _ATOM = re.compile(r"\d[\d.,]*|\\[A-Za-z]+|.")
 _LEADING_WORDS = re.compile(r"\A(?:[A-Za-z]{2,}\s+)+")
@@ -364,6 +364,6 @@ def _expressions(prompt: str) -> frozenset[tuple[str, ...]]:
 
 
 def _normal(text: str) -> tuple[str, ...]:
-    """Its tokens in order: the order of terms and factors does not matter, nor do brackets."""
+    """The sorted tokens: the order of terms and factors, and brackets, do not matter."""
     text = _SLASHED.sub(r"\1/\2", text.replace("÷", "/").replace("**", "^"))
     return tuple(sorted(_ATOM.findall(_PADDING.sub("", _NEUTRAL.sub("", text)))))

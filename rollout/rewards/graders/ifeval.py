@@ -1,4 +1,4 @@
-"""The reward `ifeval`: whether a response follows the constraints of its row."""
+"""The reward `ifeval`: checks a response against the constraints of its row."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _DETECT_LANGUAGE = ("language:response_language", "validate_response_language")
 
 
 def ifeval(sample: Sample, score: str = "all") -> dict[str, Any]:
-    """1 where all constraints are followed, or the share of them that is; strict, as IFEval says.
+    """1 if all constraints are followed, or the share that is followed; strict in IFEval's sense.
 
     An empty response follows none.
 
     Raises:
-        ValueError: the label and the row have no constraints that this can check.
+        ValueError: label and row have no constraints that can be checked.
     """
     response = after_thinking(sample.response_text)
     bare = response.strip()
     followed = {
-        # open-instruct strips a response first
+        # open-instruct strips a response before its checks
         f"{index}:{name}": bool(bare)
         and CONSTRAINTS[name].holds(bare if name in OPEN_INSTRUCT else response, **keywords)
         for index, (name, keywords) in enumerate(constraints_of(sample.label, sample.metadata))
@@ -45,12 +45,13 @@ def ifeval(sample: Sample, score: str = "all") -> dict[str, Any]:
 def constraints_of(label: Any, row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The constraints of a row, by name, with their parameters.
 
-    They stand in the label (`{"instruction_id": [...], "kwargs": [...]}`, or open-instruct's
-    `{"func_name": ..., "N": ...}`, as an object, a list with one, or either as text of JSON or
-    Python), or else in the row's columns `instruction_id_list` and `kwargs`, as google/IFEval has.
+    They are in the label (`{"instruction_id": [...], "kwargs": [...]}`, or open-instruct's
+    `{"func_name": ..., "N": ...}`, as an object, a list with one object, or either as JSON or
+    Python text), or otherwise in the row's columns `instruction_id_list` and `kwargs`, as in
+    google/IFEval.
 
     Raises:
-        ValueError: they do not, or one is unknown, or its parameters are not what it takes.
+        ValueError: constraints are missing or unknown, or have invalid parameters.
     """
     given = literal_of(label)
     if isinstance(given, list) and len(given) == 1:
@@ -84,7 +85,7 @@ def _constraint(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise ValueError(f"the constraint {name}: its kwargs are no map but {str(given)[:80]!r}")
-    # nulls are none: parquet fills them in
+    # drop nulls, with which parquet fills absent parameters
     given = {
         key: value
         for key, value in given.items()
@@ -98,7 +99,7 @@ def _constraint(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _describe(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
-    """Say what is wrong with a parameter."""
+    """Describe an invalid parameter."""
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"missing a required argument: {key!r}"

@@ -1,8 +1,8 @@
-"""The reward `math`: 1 where the answer in the response equals the label, else 0.
+"""The reward `math`: 1 if the answer in the response equals the label, otherwise 0.
 
-math-verify finds and compares them; `forms` says whether the answer is a value. Only worker
-processes import this module: sympy may run for ever, and then the pool's deadline ends it.
-math-verify's own time limits are signals, which fail off the main thread, so they are switched off.
+math-verify finds and compares answers; `forms` decides whether an answer is a value. Only worker
+processes import this module: sympy may never return, and then the pool's deadline ends it.
+math-verify's own time limits are signals, which fail off the main thread, so they are disabled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollout.rewards.graders.places import (
     unmarked,
 )
 
-# these warn once that their time limits are off
+# these loggers warn once about the disabled time limits
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 # "72 dollars" is 72; a word of one or two letters may be a product of variables
@@ -62,11 +62,11 @@ _PATTERNS = sorted(
 _BY_PRIORITY = [
     [found[1:] for found in group] for _, group in groupby(_PATTERNS, key=itemgetter(0))
 ]
-# math-verify compares six decimals; numbers below this must agree in three digits
+# math-verify compares six decimals; smaller numbers must agree in three digits
 _SMALL = 1e-3
-# of expressions that are multiplied out for a vote
+# limit for expressions that are expanded for a vote
 _MAX_OPERATIONS = 40
-# of what is parsed: a policy that repeats itself writes answers for which the parser takes minutes
+# limit of parsed characters: for endless repetitions the parser takes minutes
 _MAX_LENGTH = 1000
 _MAX_NESTING = 50
 _MAX_EXPONENT = 12
@@ -74,7 +74,7 @@ _MAX_EXPONENT = 12
 
 @dataclass(frozen=True)
 class Reading:
-    """A text as mathematics: the values that math-verify compares, and the text behind them."""
+    """A text as mathematics: the values that math-verify compares, and their text."""
 
     values: tuple[Any, ...]
     text: str
@@ -86,12 +86,12 @@ def math(
     """Compare the answer with the label: plain ("3/4") or LaTeX, bare or in `$` or `\\boxed`.
 
     Args:
-        answer: where the answer stands, see `rlcore.config.sections.graders.MathArgs`.
-        strict: read nothing but that place.
-        form: `evaluated` takes no computation for a number; `any` does.
+        answer: place of the answer, see `rlcore.config.sections.graders.MathArgs`.
+        strict: read only that place.
+        form: `evaluated` rejects computations as numbers; `any` accepts them.
 
     Raises:
-        ValueError: the label is no mathematics; the sample then counts as a reward error.
+        ValueError: the label is not mathematics; the sample then counts as a reward error.
     """
     golds = [gold for label in accepted(sample.label) for gold in parse_label(label)]
     given = _given(plain_numbers(answered(sample)), answer, strict)
@@ -100,15 +100,15 @@ def math(
     fitting = [gold for gold in golds if form == "any" or _is_value(given, gold, sample)]
     gold = next((gold for gold in fitting if _equal(gold, given)), None)
     right = gold is not None
-    # maj@k counts equal texts: an answer that equals the label is written as the label is
+    # maj@k counts equal texts, so an answer that equals the label is written like the label
     voted = normal_form(given if gold is None else gold) if fitting else None
     return {"score": float(right), "correct": right, "info": {"answer": voted}}
 
 
 def _given(text: str, place: str, strict: bool) -> Reading | None:
-    """The answer of a response; the last box is read first where no place is set."""
+    """The answer of a response; without a place, the last box is read first."""
     if place == "last":
-        # math-verify takes all boxes of a text for one set; here a correction counts
+        # math-verify takes all boxes of a text as one set; here a later correction counts
         said_later = "final answer is" in text[text.rfind("\\boxed") :].lower()
         found = None if said_later else last_boxed(text)
     else:
@@ -120,9 +120,9 @@ def _given(text: str, place: str, strict: bool) -> Reading | None:
 
 @lru_cache(maxsize=256)
 def parse_label(label: str) -> list[Reading]:
-    """The label as mathematics; GSM8K's labels are a solution that ends in `#### 72`.
+    """The label as mathematics; GSM8K's labels are solutions that end in `#### 72`.
 
-    A bare one is read as an answer is, and as it stands: what is written alike is right.
+    A bare label is read both like an answer and literally, so an identical spelling is right.
     """
     text = _DOLLAR.sub("", plain_numbers(last_hash(label) or label))
     bare = "$" not in text and "\\boxed" not in text
@@ -133,13 +133,13 @@ def parse_label(label: str) -> list[Reading]:
         raise LabelError(f"the label {label!r} cannot be parsed as mathematics")
     if as_answer is None or as_answer == as_it_is:
         return [as_it_is]
-    # of "18 apples", the number alone
+    # of "18 apples", only the number
     has_words = SYMBOL in _allowed(as_it_is.text) and SYMBOL not in _allowed(as_answer.text)
     return [as_answer] if has_words else [as_answer, as_it_is]
 
 
 def parse_answer(answer: str) -> Reading | None:
-    """What stood at the answer's place, as mathematics."""
+    """The text at the answer's place, as mathematics."""
     answer = _LEAD.sub("", answer.strip(" \n\t*_`").rstrip(" .,;"))
     answer = readable(answer).replace("°", "").strip()
     if answer.count("$") % 2:
@@ -151,7 +151,7 @@ def parse_answer(answer: str) -> Reading | None:
 
 
 def readable(text: str) -> str:
-    """Numbers as math-verify reads them: no `\\$`, thin spaces, `+`, `1.5e3`, `1 1/2`."""
+    """Rewrite numbers for math-verify: no `\\$`, thin spaces, `+`, `1.5e3`, `1 1/2`."""
     text = _THIN_SPACE.sub("", _DOLLAR.sub("", text))
     text = _PLUS.sub("", _SCIENTIFIC.sub(r"\1*10^(\2)", text))
     return _MIXED.sub(_improper, text)
@@ -163,7 +163,7 @@ def _improper(mixed: re.Match[str]) -> str:
 
 
 def _read(text: str) -> Reading | None:
-    """The last answer in a text, in the order of math-verify's patterns, with its own words."""
+    """The last answer in a text, in the order of math-verify's patterns, with its own text."""
     first = ""
     for patterns in _BY_PRIORITY:
         matches = [
@@ -176,7 +176,8 @@ def _read(text: str) -> Reading | None:
                 continue
             try:
                 value, written = extract_match(match, target)
-            except ValueError:  # more digits than Python reads
+            except ValueError:
+                # more digits than Python can read
                 continue
             first = first or written
             if value is not None:
@@ -189,11 +190,11 @@ def _nesting(text: str) -> int:
     return max(depths, default=0)
 
 
-# --- right or wrong -------------------------------------------------------------------------------
+# --- verdict --------------------------------------------------------------------------------------
 
 
 def _is_value(given: Reading, gold: Reading, sample: Sample) -> bool:
-    """Whether nothing is left to compute in an answer, and it does not repeat the prompt."""
+    """Whether an answer is fully computed and does not repeat the prompt."""
     allowed = _allowed(gold.text)
     if SYMBOL not in allowed:
         every_side = _RELATION.search(gold.text) is not None
@@ -236,7 +237,7 @@ def _real(value: Any) -> float | None:
 
 
 def normal_form(reading: Reading) -> str:
-    """One text for answers that the grader holds for equal, as far as that is cheap to see."""
+    """A common text for answers that the grader considers equal, if that is cheap to decide."""
     return _written(reading.values[0])
 
 

@@ -1,4 +1,4 @@
-"""Finds the answer in a response, and reads labels: texts that they accept, or literals."""
+"""Finds the answer in a response, and reads labels: accepted texts, or literals."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _ASCII = (
 )
 _SUPERSCRIPT = re.compile(r"(?<=[\d)])[⁰¹²³⁴-⁹⁻]+")
 _ROOT = re.compile(r"√\s*\(?(\d+)\)?")
-# marks that may stand before a number: boxes, dollars, emphasis, currencies
+# marks that may precede a number: boxes, dollars, emphasis, currencies
 _OPENING = r"(?:\$+|\\[\[(]|[€£¥]|[*_`]+|\\\$|\\(?:boxed|fbox)\s*\{)"
 _NUMBER = rf"(?=(?:{_OPENING}|\()*[\d.\\])"
 _VERBS = r"(?:is|are|was|be|to|get|gets|gives|equals?|becomes)"
 _OPERATOR = r"(?<!\w)(?:plus|minus|times|multiplied by|divided by|over|percent of)|\\?% of"
 _OPERATORS = {"plus": "+", "minus": "-", "divided by": "/", "over": "/"}
 _SIGNS: list[tuple[re.Pattern[str], Any]] = [
-    # "59 plus 63" is no number
+    # "59 plus 63" is an expression
     (
         re.compile(rf"(?<=[\d)$%])\s*({_OPERATOR})\s+(?=[\d(.$\\-])", re.IGNORECASE),
         lambda found: f" {_OPERATORS.get(found[1].lower(), '*')} ",
@@ -57,7 +57,7 @@ _SIGNS: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(rf"(?<![\w)\-])(?:minus|negative)[ \t]+{_NUMBER}", re.IGNORECASE), "-"),
     # a dash without spaces between a word and a number
     (re.compile(r"(?<=[a-z]{2})-(?=[\d.,]+(?:\s|$))"), " "),
-    # the marks of a list
+    # list markers
     (re.compile(r"(?<=\n)(?<!<answer>\n)(?<!\$\n)(?<!\\\[\n)[ \t]*[-+*•][ \t]+(?=\S)"), ""),
     (re.compile(r"\A\s*[-+*•][ \t]+(?=[^\n]+\n)"), ""),
     # "is - 3", "= - 3", "(- 3", "**- 3"; not "is - 3 -"
@@ -68,7 +68,7 @@ _SIGNS: list[tuple[re.Pattern[str], Any]] = [
         ),
         r"\1-",
     ),
-    # the sign goes inside dollars, boxes and emphasis, and behind a currency; "5 -$3$" has none
+    # move the sign inside dollars, boxes and emphasis, and after a currency; not in "5 -$3$"
     (
         re.compile(
             rf"(?<![\w)}}\]\-])(?<![\d)}}\]$][ \t])(?<!\b[A-Za-z][ \t])-({_OPENING}+)"
@@ -104,7 +104,7 @@ _MARKS: list[tuple[re.Pattern[str], str]] = [
         ),
         r"\1$\2$",
     ),
-    # "is 5/14.", whose stop would make it a decimal number
+    # "is 5/14.", where the full stop would make a decimal number
     (re.compile(r"(/\d+)\.(?=\s|\Z)"), r"\1,"),
     (re.compile(r"(?<=[A-Za-z*]):(?=-?[\d$])|(?:->|→|⇒|≈|~)(?=\s*-?[\d$])"), ": "),
 ]
@@ -112,12 +112,12 @@ _CHINESE = re.compile("[\u3000-\u9fff]+")
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; all of it where there is none."""
+    """The text after the last `</think>`, or the whole text without one."""
     return text.rpartition("</think>")[2]
 
 
 def answered(sample: Sample) -> str:
-    """The response behind its thought; a thought that is not closed has no answer behind it."""
+    """The response after its thought; an unclosed thought has no answer after it."""
     text = after_thinking(sample.response_text)
     opened = text.find("<think>")
     if opened >= 0:
@@ -127,7 +127,7 @@ def answered(sample: Sample) -> str:
 
 
 def find_answer(text: str, place: str) -> str | None:
-    """The last answer at `place` (boxed, hash, tagged or line), or None where there is none."""
+    """The last answer at `place` (boxed, hash, tagged or line); None if there is none."""
     if place == "boxed":
         return last_boxed(text)
     if place == "hash":
@@ -137,9 +137,10 @@ def find_answer(text: str, place: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What is in the last `\\boxed{...}` whose braces are balanced; `\\fbox` counts as one.
+    """The content of the last balanced `\\boxed{...}` or `\\fbox{...}`.
 
-    Boxes that only "and", "or" or a comma part are one answer: `\\boxed{1}, \\boxed{2}` is `1, 2`.
+    Boxes separated only by "and", "or" or a comma are one answer: `\\boxed{1}, \\boxed{2}` is
+    `1, 2`.
     """
     found: list[str] = []
     start = len(text)
@@ -148,7 +149,8 @@ def last_boxed(text: str) -> str | None:
         if inner is None:
             continue
         end = box.end() + len(inner) + 1
-        if end > start:  # a box around the one found
+        # an enclosing box
+        if end > start:
             found = [inner.strip()]
         elif not found or _JOINED.fullmatch(text[end:start]):
             found.insert(0, inner.strip())
@@ -174,18 +176,18 @@ def _braced(text: str) -> str | None:
 
 
 def last_hash(text: str) -> str | None:
-    """What follows the last `####` on its line, as GSM8K ends its answers."""
+    """The text after the last `####` on its line, where GSM8K puts its answers."""
     _, mark, rest = text.rpartition("####")
     return rest.partition("\n")[0].strip() or None if mark else None
 
 
 def plain_characters(text: str) -> str:
-    """Full-width digits, letters and punctuation as ASCII ones, and Chinese words set apart."""
+    """Full-width digits, letters and punctuation as ASCII, with spaces around Chinese words."""
     return _CHINESE.sub(r" \g<0> ", text.translate(_ASCII)) if not text.isascii() else text
 
 
 def plain_numbers(text: str) -> str:
-    """The text with plain characters, each number's sign before it, operators as characters."""
+    """The text with plain characters, signs attached to numbers, and operators as characters."""
     if not text.isascii():
         text = _SUPERSCRIPT.sub(lambda digits: f"^({normalize('NFKC', digits[0])})", text)
         text = _ROOT.sub(r"\\sqrt{\1}", text).replace("π", r"\pi ")
@@ -196,14 +198,14 @@ def plain_numbers(text: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """The text without the marks of Markdown and the quotes and brackets around single numbers."""
+    """The text without Markdown marks, and without quotes and brackets around single numbers."""
     for pattern, replacement in _MARKS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def accepted(label: Any) -> list[str]:
-    """The texts that the label accepts: itself, or any of a list. Raises ValueError for others."""
+    """The texts that a label accepts: itself, or those of a list. Raises ValueError otherwise."""
     labels = list(label) if isinstance(label, list | tuple) else [label]
     if not labels or any(
         isinstance(one, bool)
@@ -219,9 +221,9 @@ def accepted(label: Any) -> list[str]:
 
 
 def literal_of(value: Any) -> Any:
-    """Return what a text writes, as JSON or as Python (`{'N': None}`); all else as it is.
+    """Parse a text as JSON or Python (`{'N': None}`); return other values unchanged.
 
-    Arrays and tuples become lists, as columns of data sets come in either form.
+    Arrays and tuples become lists, since columns of data sets use either.
     """
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -235,6 +237,6 @@ def literal_of(value: Any) -> Any:
         pass
     try:
         return ast.literal_eval(value.strip())
-    # what it raises for texts that are no literal, or one nested too deep
+    # errors for texts that are not literals, or are nested too deep
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return value

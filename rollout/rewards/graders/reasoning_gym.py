@@ -1,4 +1,4 @@
-"""The reward `reasoning_gym`: the score that a row's own task gives an answer."""
+"""The reward `reasoning_gym`: an answer's score by the row's own task."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from rollout.rewards.graders.text import answer_at
 
 
 class ReasoningGym:
-    """Asks the scorer of the task that made the row. An answer at which it raises is wrong."""
+    """Calls the scorer of the task that made the row. An answer for which it raises is wrong."""
 
     def __init__(self, answer: str = "all") -> None:
-        load_library("the grader reasoning_gym")  # once, before the first deadline of a call
+        # load it before a call's deadline runs
+        load_library("the grader reasoning_gym")
         self._place = answer
 
     def __call__(self, sample: Sample) -> dict[str, Any]:
-        """Score from 0 to 1; an answer that scores 1 is right."""
+        """Score from 0 to 1; an answer with score 1 is right."""
         column = entry_of(sample.metadata)
         found = answer_at(sample.response_text, self._place)
         if found is None or not found.strip():
@@ -26,7 +27,7 @@ class ReasoningGym:
         info = {"answer": found.strip()}
         try:
             points = score(column, found.strip())
-        # scorers parse the answer, and raise anything at one of another form
+        # scorers parse the answer, and may raise anything for an unexpected form
         except Exception as error:  # noqa: BLE001
             info["raised"] = f"{type(error).__name__}: {error}"[:200]
             points = 0.0
@@ -34,7 +35,7 @@ class ReasoningGym:
 
 
 def entry_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the column with the row's task. Raises ValueError for a row without it."""
+    """The column with the row's task. Raises ValueError for a row without the column."""
     column = row.get(COLUMN)
     kinds = {"task": str, "settings": Mapping, "entry": Mapping}
     if (

@@ -1,4 +1,4 @@
-"""The rewards `exact_match`, `f1` and `choice`, which compare texts; `format` and `overlong`."""
+"""The text rewards `exact_match`, `f1`, `choice`, `format` and `overlong`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exact_match(
     ignore_articles: bool = False,
     ignore_space: bool = False,
 ) -> Verdict:
-    """1 where the answer is the label, or one of a list of labels, else 0."""
+    """1 if the answer is the label, or one of a list of labels, otherwise 0."""
 
     def bare(text: str) -> str:
         text = text.lower() if ignore_case else text
@@ -48,10 +48,10 @@ def exact_match(
 
 
 def f1(sample: Sample, answer: str = "all") -> Verdict:
-    """The F1 of the answer's words and the label's, the best of several labels.
+    """The F1 of the answer's and the label's words, the best of several labels.
 
-    As SQuAD's evaluation counts them: in lower case, without punctuation and a, an, the; with no
-    words on a side, 1 where both have none (Rajpurkar et al., arXiv 1606.05250 and 1806.03822).
+    Words are counted as in SQuAD's evaluation: in lower case, without punctuation and a, an, the.
+    If a side has no words, 1 if both have none (Rajpurkar et al., arXiv 1606.05250 and 1806.03822).
     """
     found = squad_words(answer_at(sample.response_text, answer) or "")
     golds = [squad_words(label) for label in accepted(sample.label)]
@@ -71,19 +71,19 @@ def _f1(found: list[str], gold: list[str]) -> float:
 
 
 def answer_at(text: str, place: str) -> str | None:
-    """The answer at a place, behind the thinking; for `all`, everything there."""
+    """The answer at a place, after the thought; for `all`, everything there."""
     said = after_thinking(text)
     return said if place == "all" else find_answer(said, place)
 
 
-# --- shape ----------------------------------------------------------------------------------------
+# --- format and length ----------------------------------------------------------------------------
 
 
 class Format:
-    """1 where the whole response matches `pattern`, else 0. `.` matches line ends too.
+    """1 if the whole response matches `pattern`, otherwise 0. `.` matches line ends too.
 
     Raises:
-        ValueError: at construction; `pattern` is no regular expression.
+        ValueError: at construction; `pattern` is not a regular expression.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -106,8 +106,8 @@ def overlong(sample: Sample, buffer: int, max_tokens: int) -> Verdict:
         (L - c - |y|) / c    L - c < |y| <= L
         -1                   L < |y|
 
-    Tokens are those that the policy made, over all turns, also those that are in other samples of
-    the rollout or in none. The part's `weight` is verl's `penalty_factor`.
+    Tokens are counted over all turns of the policy, including those in other samples of the
+    rollout or in none. The part's `weight` is verl's `penalty_factor`.
     """
     made = sample.measured.get("generated_tokens", sample.num_trainable)
     over = made - (max_tokens - buffer)
@@ -143,7 +143,7 @@ _SO = (
 
 
 def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
-    """1 where the response picks the label's letter, else 0.
+    """1 if the response picks the label's letter, otherwise 0.
 
     Raises:
         ValueError: the label begins with none of the letters.
@@ -155,7 +155,7 @@ def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
 
 
 def letters_of(label: Any, choices: str) -> set[str]:
-    """The letters that a label accepts. Raises ValueError for a label that begins with none."""
+    """The letters that a label accepts. Raises ValueError if it begins with none."""
     letters = {one: _letter(one.strip(), choices) for one in accepted(label)}
     for one, letter in letters.items():
         if letter is None:
@@ -168,10 +168,9 @@ def letters_of(label: Any, choices: str) -> set[str]:
 def picked(answer: str, choices: str) -> str | None:
     """The letter that an answer picks, or None.
 
-    It is looked for in the last `\\boxed{}` or `<answer>`, then in what is said of a letter ("the
-    answer is B", "B is correct", "I choose B", "Thus (B)"; the last one counts), then as a line of
-    its own, the last one, then behind the last "option is", and then at the answer's start. Two
-    letters ("A or B") pick none.
+    The search order: the last `\\boxed{}` or `<answer>`; the last statement about a letter ("the
+    answer is B", "B is correct", "I choose B", "Thus (B)"); the last line that is a letter; the
+    text after the last "option is"; the answer's start. Two letters ("A or B") pick none.
     """
     text = plain_characters(answer)
     for place in (last_boxed(text), find_answer(text, "tagged")):
@@ -195,15 +194,15 @@ def picked(answer: str, choices: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def _patterns(choices: str) -> tuple[tuple[re.Pattern[str], ...], tuple[re.Pattern[str], ...]]:
-    """What is said of a letter, and what names one; each with the letter as its one group."""
+    """Patterns for statements about a letter, and for names of one; the letter is group 1."""
     marks = r"(?:[\s*_`\"'“‘($\[{<]|\\\(|\\text(?:bf)?\b|\\math(?:rm|bf)\b)*"
     closing = r"[\s*_`\"'”)$\]}>]*"
-    # "answer: I believe" and "Answer: A man" name none, "B is wrong" and "B isn't" neither
+    # "answer: I believe" and "Answer: A man" name no letter, nor do "B is wrong" and "B isn't"
     one = (
         rf"{marks}([{choices}])(?!['-]?\w)(?!(?<=I) [a-z])(?!(?<=A) (?!{_AFTER_LETTER})[a-z])"
         rf"(?!{closing}\s*(?:{_IS})\s*(?:be\s+)?(?:{_WRONG}))(?!{closing}\s*(?:isn't|cannot|can't)\b)"
     )
-    # "A or B" has two; "B, A is wrong" has one
+    # "A or B" has two letters; "B, A is wrong" has one
     end = (
         rf"(?!{closing}(?:or|and|/|,|&)(?:\s*and|\s*or)?[\s*_`($\[]*[{choices}](?![A-Za-z'])"
         r"(?!\s+(?:is|are|was|would|does|cannot|isn't)\b))"
@@ -215,7 +214,7 @@ def _patterns(choices: str) -> tuple[tuple[re.Pattern[str], ...], tuple[re.Patte
     return (
         (
             re.compile(rf"(?<!not the ){answer}{behind}{kind}{one}{end}"),
-            # "B is correct", behind no "if", "or" and the like
+            # "B is correct", unless preceded by "if", "or" and the like
             re.compile(
                 rf"(?:\A|\n|[.;:!?,]\s|\b(?i:{_BEFORE_LETTER})[ ,:]*){kind}"
                 rf"{one}{end}{closing}\s*(?:{_IS})\s*(?i:{_RIGHT})(?!\s+(?:only|if|for|in)\b)"
@@ -228,7 +227,7 @@ def _patterns(choices: str) -> tuple[tuple[re.Pattern[str], ...], tuple[re.Patte
                 rf"(?:\A|\n|[.;:!?,]\s|\b)(?i:{_SO})[ ,:]*"
                 rf"(?:(?i:it|that|this)(?:'s| is| must be)\s+)?{kind}{one}{end}{stop}"
             ),
-            # lower case between brackets alone
+            # lower case only in brackets
             re.compile(rf"{answer}{behind}{kind}\(([{choices.lower()}])\)"),
         ),
         (
