@@ -73,7 +73,7 @@ class EnvironmentWorkflow:
         self._max_tool_tokens = max_tool_tokens
         self._mcp = McpTools(mcp)
         # tracks of the timeline for concurrent calls
-        self._lanes = Lanes("tools", "call")
+        self._tracks = Lanes("tools", "call")
         self._class, self._tools = load_environment(env, self._options, mcp=bool(self._mcp))
         self._closing: set[asyncio.Task[None]] = set()
         self._unclosed = 0
@@ -169,7 +169,7 @@ class EnvironmentWorkflow:
                 raise ToolError(call.error)
             if call.name in remote:
                 session = remote[call.name]
-                with self._lanes.span(call.name, **of_group()):
+                with self._tracks.span(call.name, **of_group()):
                     result = await session.call(call.name, call.arguments, self._tool_timeout_s)
             elif call.name in self._tools:
                 method = getattr(environment, call.name)
@@ -213,7 +213,7 @@ class EnvironmentWorkflow:
             return f"{name} took more than {limit}"
 
         try:
-            with self._lanes.span(method.__name__, **of_group()):
+            with self._tracks.span(method.__name__, **of_group()):
                 return await within(self._tool_timeout_s, work, late)
         except DeadlineExceeded as error:
             raise RolloutFailed("timeout", str(error), place_of(method)) from error

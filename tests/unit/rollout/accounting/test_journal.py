@@ -154,7 +154,7 @@ def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(
     saved = step(queue, 1)
     with caplog.at_level(logging.WARNING):
         again = resumed(path, saved)
-    assert "has not the ledger of step 1 that the checkpoint has" in caplog.text
+    assert "lacks the ledger of step 1 that the checkpoint has" in caplog.text
     step(again, 2)
     again.close()
     assert json.loads(lines(path)[0])["ledger"] == saved["ledger"]
@@ -173,7 +173,7 @@ def test_a_journal_that_says_otherwise_gets_the_checkpoints_ledger(
     saved = step(new(), 1, size=2)
     with caplog.at_level(logging.WARNING):
         again = resumed(path, saved)
-    assert "has not the ledger of step 1 that the checkpoint has" in caplog.text
+    assert "lacks the ledger of step 1 that the checkpoint has" in caplog.text
     again.close()
     history = read_journal(path)
     assert history.at(1).snapshot() == saved["ledger"]
