@@ -252,7 +252,7 @@ def test_changed_held_out_rows_are_named_on_restore(make_service, tmp_path, capl
     assert "held-out rows" not in caplog.text
     path.write_text(path.read_text().replace('"8"', '"9"'))
     make_service(evaluation=evaluation).restore(state)
-    assert f"{path}:2 differs; what is measured from here" in caplog.text
+    assert f"{path}:2 differs; measurements from here" in caplog.text
 
 
 # --- the end --------------------------------------------------------------------------------------

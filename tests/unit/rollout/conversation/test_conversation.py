@@ -314,7 +314,7 @@ def test_a_request_begins_with_what_was_sent_and_answered() -> None:
     conversation = asyncio.run(converse(begin(model)))
     asyncio.run(conversation.append(user("x")))
     conversation.tokens[0] += 1
-    with pytest.raises(RunFailed, match="does not begin with what the model was sent"):
+    with pytest.raises(RunFailed, match="does not begin with the tokens that the model was"):
         asyncio.run(conversation.generate())
     assert len(model.requests) == 1
 
