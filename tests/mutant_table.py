@@ -318,7 +318,7 @@ MUTANTS = [
     ("failed rewards of an evaluation are always none", "rollout/collection/evaluation.py", "float(rewards.errors)", "0.0",
      U + "rollout/test_service_evaluation.py::test_failed_rewards_are_those_of_this_evaluation"),
     ("a reward call that is given up leaves its answer to the next", "rollout/rewards/pool.py",
-     "            # an answer that is not read would be taken for the answer to the next call\n            await self.kill()\n", "",
+     "            # an unread answer would be taken for the answer to the next call\n            await self.kill()\n", "",
      U + "rollout/rewards/test_workers.py::test_a_call_that_was_given_up_answers_no_other"),
     ("a process group that comes together too late stays open", "rollout/weight_sync/groups/sender.py",
      "        for joining in self._joining.values():\n            joining.add_done_callback(close_late)\n", "",
