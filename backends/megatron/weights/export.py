@@ -4,15 +4,16 @@ Every rank of the first model replica (for experts: of the first that holds them
 a bucket into one flat buffer and sends it straight to rank 0, which puts the parts into the bucket.
 So each weight is sent once, a bucket costs one message a rank however many tensors it holds, and
 the pipeline stages convert and send independently of one another. A large part is sent by itself:
-straight from the parameter where its bytes are those of the bucket, and straight into the bucket
-where it is rows of its tensor. Rank 0 prefetches: it gathers the next bucket while the last is on
-its way to the engines. Where ranks send to engines of their own, every rank needs the bucket: the
-rank with most of it assembles it and broadcasts it, and all prefetch. Who assembles a bucket also
-rounds it to FP8 where engines take that.
+straight from the parameter if its bytes are those of the bucket, and straight into the bucket if it
+is rows of its tensor. Rank 0 prefetches: it gathers the next bucket while the last is on its way to
+the engines. If several ranks send to engines, every rank needs the bucket: the rank with the most
+bytes of it assembles and broadcasts it, and all ranks prefetch. The rank that assembles a bucket
+also rounds it to FP8 if the engines take FP8.
 
-Rank 0 tells the others how far it is, and a sender enqueues a bucket once rank 0 has begun the one
-before it. NCCL takes an operation at once and counts its timeout from there: without this all
-buckets would be enqueued at the start, and the last ones run out of time in a long publication.
+Rank 0 announces each bucket that it begins, and a sender enqueues a bucket once rank 0 has begun
+the one before it. NCCL starts the timeout of an operation when it is enqueued: without the
+announcements all buckets would be enqueued at the start, and the last ones would time out in a long
+publication.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
 
-# buffers: one is being sent, or (on rank 0) consumed, while the next is filled
+# Number of buffers: one is being sent, or (on rank 0) consumed, while the next is filled.
 _IN_FLIGHT = 2
-_ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
+_ALONE_BYTES = 1 << 20  # from this size on, a separate message costs less than the copies
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class WeightExporter:
         size = sum(spec.num_bytes for spec in self.specs)
         self.buckets = cut_buckets(self.specs, bucket_limit(size, bucket_bytes))
         self.quantised = quantised
-        # as they are yielded
+        # The buckets as they are yielded.
         self.layout = tuple(map(quantised_bucket, self.buckets)) if quantised else self.buckets
         own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
         self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
@@ -126,7 +127,7 @@ class WeightExporter:
         self._found: dict[tuple[int, int | None, Split], list[int]] = {}
         self._senders = self._find_senders()
         self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
-        # by bucket: the parts of each rank that has some
+        # Bucket index -> the parts of each sending rank.
         self._plans: dict[int, dict[int, list[_Part]]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._unrounded: ModelError | None = None
@@ -142,27 +143,30 @@ class WeightExporter:
             everywhere: yield the bytes on every rank.
 
         Raises:
-            ModelError, FailedElsewhere: behind the last bucket, on every rank: weights cannot be
-                rounded to FP8.
+            ModelError, FailedElsewhere: weights cannot be rounded to FP8; raised on every rank
+                after the last bucket.
         """
         self._unrounded = None
-        told: list[dist.Work] = []
+        announced: list[dist.Work] = []
         if everywhere:
-            yield from prefetched(partial(self._shared, told=told), self.buckets, self._device)
+            make = partial(self._shared, announced=announced)
+            yield from prefetched(make, self.buckets, self._device)
         elif self.parallel.rank == 0:
-            yield from prefetched(partial(self._gathered, told=told), self.buckets, self._device)
+            make = partial(self._gathered, announced=announced)
+            yield from prefetched(make, self.buckets, self._device)
         else:
             sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
             for bucket in self.buckets:
-                if bucket.index > 0:  # rank 0 has begun the bucket before this one
-                    self._tell()
+                # Wait until rank 0 has begun the previous bucket.
+                if bucket.index > 0:
+                    self._announce()
                 slot = bucket.index % _IN_FLIGHT
                 _wait(sending[slot])
                 sending[slot] = self._send(bucket, slot)
                 yield self.layout[bucket.index], None
             for works in sending:
                 _wait(works)
-        _wait(told)
+        _wait(announced)
         if self.quantised:
             with raise_on_all_ranks(self.parallel, "rounding the weights to FP8"):
                 if self._unrounded is not None:
@@ -174,17 +178,17 @@ class WeightExporter:
 
     # --- one bucket -------------------------------------------------------------------------------
 
-    def _gathered(self, bucket: Bucket, told: list[dist.Work]) -> tuple[Bucket, Tensor]:
-        """On rank 0, assemble a bucket. What it tells the others meanwhile goes to `told`."""
+    def _gathered(self, bucket: Bucket, announced: list[dist.Work]) -> tuple[Bucket, Tensor]:
+        """On rank 0, announce and assemble a bucket; append the broadcasts to `announced`."""
         if bucket is not self.buckets[-1]:
-            told.extend(self._tell())
+            announced.extend(self._announce())
         return self.layout[bucket.index], self._in_form(bucket, self._gather(bucket))
 
-    def _shared(self, bucket: Bucket, told: list[dist.Work]) -> tuple[Bucket, Tensor]:
-        """Assemble a bucket on the rank that has most of it, and broadcast it from there."""
+    def _shared(self, bucket: Bucket, announced: list[dist.Work]) -> tuple[Bucket, Tensor]:
+        """Assemble a bucket on the rank with the most bytes of it, and broadcast it from there."""
         here = self.parallel.rank
         if here and bucket.index > 0:
-            self._tell(everybody=True)
+            self._announce(everybody=True)
         slot = bucket.index % _IN_FLIGHT
         root = self._root(bucket)
         sending: list[dist.Work] = []
@@ -193,22 +197,22 @@ class WeightExporter:
         else:
             flat = self._published(bucket)
             sending = self._send(bucket, slot, root)
-        # in this order on every rank: two communicators must not wait for one another
+        # The order is the same on every rank: two communicators must not wait for each other.
         if self.parallel.world_size > 1:
             dist.broadcast(flat, root)
         if here == 0 and bucket is not self.buckets[-1]:
-            told.extend(self._tell(everybody=True))
+            announced.extend(self._announce(everybody=True))
         _wait(sending)
         return self.layout[bucket.index], flat
 
     def _in_form(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        """The bytes of a bucket as it is yielded."""
+        """The bytes of a bucket in the dtype that is yielded."""
         if not self.quantised:
             return flat
         out = self._published(bucket)
         try:
             quantise_bucket(bucket, flat, out)
-        # recovery: every bucket is passed on, and then all ranks raise; they would wait for it here
+        # Recovery: yield every bucket, then raise on all ranks; peers would wait for this one now.
         except ModelError as error:
             self._unrounded = self._unrounded or error
         return out
@@ -219,15 +223,16 @@ class WeightExporter:
         return self._buffer("published", bucket.index % _IN_FLIGHT, size)
 
     def _root(self, bucket: Bucket) -> int:
-        """The rank with the most bytes of a bucket: what it has need not be sent to it."""
+        """The rank with the most bytes of a bucket; assembling there sends the least."""
         plan = self._plan(bucket)
         sizes = {rank: sum(part.num_bytes for part in parts) for rank, parts in plan.items()}
         return max(sorted(sizes), key=lambda rank: sizes[rank])
 
     def _gather(self, bucket: Bucket) -> Tensor:
-        """Receive every other rank's parts, and copy the own ones meanwhile."""
+        """Receive every other rank's parts, and copy this rank's own meanwhile."""
         here = self.parallel.rank
-        if self.quantised:  # which is done before the next one is gathered
+        # One buffer is enough: a bucket is rounded before the next one is gathered.
+        if self.quantised:
             flat = self._buffer("whole", 0, bucket.num_bytes)
         else:
             flat = self._published(bucket)
@@ -279,13 +284,13 @@ class WeightExporter:
         sends = [dist.P2POp(dist.isend, memory, root, self._group) for memory in out]
         return list(dist.batch_isend_irecv(sends)) if sends else []
 
-    def _tell(self, *, everybody: bool = False) -> list[dist.Work]:
-        """Rank 0 tells the others that it begins a bucket; they wait for it.
+    def _announce(self, *, everybody: bool = False) -> list[dist.Work]:
+        """Broadcast from rank 0 that it begins a bucket; the other ranks wait for the broadcast.
 
-        All ranks listen, so that none waits longer than a bucket takes.
+        All ranks take part, so that no rank waits longer than a bucket takes.
 
         Args:
-            everybody: also where no rank sends to rank 0.
+            everybody: announce even if no rank sends to rank 0.
         """
         if not (self._senders or everybody) or self.parallel.world_size == 1:
             return []
@@ -294,7 +299,7 @@ class WeightExporter:
         return [] if work is None else [work]
 
     def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
-        """The parts of a bucket that `rank` sends one by one, and the parts in one last message."""
+        """The parts of a bucket that `rank` sends one by one, and those of its last message."""
         alone: list[_Part] = []
         packed: list[_Part] = []
         for part in self._parts(bucket, rank):
@@ -306,7 +311,7 @@ class WeightExporter:
         return self._plan(bucket).get(rank, [])
 
     def _plan(self, bucket: Bucket) -> dict[int, list[_Part]]:
-        """The parts of each rank that sends some; few of many ranks do."""
+        """The parts of each sending rank; most ranks send nothing."""
         if bucket.index not in self._plans:
             plan = self._plans[bucket.index] = {}
             for spec in bucket.tensors:
@@ -328,7 +333,7 @@ class WeightExporter:
         return self._found[kind]
 
     def _contributes(self, at: _Coordinates, source: _Source) -> bool:
-        """Whether a rank sends its part of a tensor: of several ranks with the same, the first."""
+        """Whether a rank sends its part of a tensor; of ranks with equal parts the first does."""
         entry = source.entry
         if at.stage != source.stage:
             return False
@@ -367,7 +372,7 @@ class WeightExporter:
         pieces = unpack(source.entry.split, param, self.arch.transformer["kv_channels"], rows)
         return pieces[source.piece]
 
-    # --- agreed on once ---------------------------------------------------------------------------
+    # --- agreement between ranks ------------------------------------------------------------------
 
     def _gather_coordinates(self) -> list[_Coordinates]:
         """The coordinates of every rank of the world."""
@@ -379,10 +384,10 @@ class WeightExporter:
         return [_Coordinates(*numbers.tolist()) for numbers in gathered]
 
     def _agree_on_vocab(self, rows: list[int]) -> int:
-        """The padded vocabulary, also on stages without one: they plan with all ranks' sizes.
+        """The padded vocabulary size, also on stages without embeddings: they plan with it too.
 
         Args:
-            rows: of this rank's tensors that are split by the vocabulary.
+            rows: of this rank's tensors that are split along the vocabulary.
         """
         padded = torch.tensor([rows[0] * self.parallel.tp_size if rows else 0])
         dist.all_reduce(padded, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
@@ -410,10 +415,10 @@ class WeightExporter:
         return sorted(ranks - {0})
 
     def _make_group(self) -> ProcessGroup | None:
-        """Create the group of rank 0 and the senders; None where nobody sends. Collective.
+        """Create the group of rank 0 and the senders; None if no rank sends. Collective.
 
-        NCCL makes the communicator of a group at its first call, for which all of its ranks must
-        come. Sends to rank 0 come from some of them only, so all of them meet here.
+        NCCL creates a communicator at the first call of its group, in which all ranks must take
+        part. Only some ranks take part in a send to rank 0, so this makes the first call.
         """
         if not self._senders:
             return None
@@ -422,7 +427,8 @@ class WeightExporter:
         group = dist.new_group(
             ranks,
             timeout=timedelta(seconds=self.parallel.timeout_s),
-            backend="nccl" if on_gpu else None,  # the default group's has gloo beside it
+            # The default group's backend includes gloo.
+            backend="nccl" if on_gpu else None,
             group_desc="PUBLICATION",
         )
         if self.parallel.rank in ranks:
@@ -434,7 +440,8 @@ class WeightExporter:
         buffer = self._buffers.get((kind, key))
         if buffer is None or buffer.numel() < size:
             buffer = None
-            self._buffers.pop((kind, key), None)  # before there are both
+            # Free the old buffer before the new one is allocated.
+            self._buffers.pop((kind, key), None)
             buffer = self._buffers[kind, key] = torch.empty(
                 size, dtype=torch.uint8, device=self._device
             )
@@ -442,7 +449,7 @@ class WeightExporter:
 
 
 def _is_sent_as(part: _Part, own: Tensor) -> bool:
-    """Whether the bytes of a rank's piece are those of the bucket."""
+    """Whether a rank's piece has the same bytes as in the bucket."""
     return own.is_contiguous() and own.dtype == part.spec.torch_dtype
 
 
@@ -461,7 +468,7 @@ def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Ten
 
 
 def _tail(buffer: Tensor, parts: Sequence[_Part]) -> Tensor:
-    """The end of a buffer, where the last parts lie."""
+    """The end of a buffer, which holds the last parts."""
     return buffer[buffer.numel() - sum(part.num_bytes for part in parts) :]
 
 

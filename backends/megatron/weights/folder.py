@@ -8,7 +8,7 @@ from backends.megatron.convert.folder import FolderWriter
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.weights.export import WeightExporter
 
-SHARD_BYTES = 4 << 30  # of a file of an exported folder
+SHARD_BYTES = 4 << 30  # of one file of an exported folder
 
 
 def export_hf(
@@ -20,13 +20,13 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
 
-    Collective. Rank 0 writes the folder aside and renames it; an earlier export is replaced.
+    Collective. Rank 0 writes a temporary folder and renames it, replacing an earlier export.
 
     Args:
         tokenizer: the folder with the tokenizer's files, by default the model's own.
 
-    Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or
-    is the model's source.
+    Raises ModelError on rank 0 (and RunFailed elsewhere) if the folder holds something else or is
+    the model's source.
     """
     arch = exporter.arch
     parallel = exporter.parallel

@@ -1,6 +1,6 @@
 """Prefetching: the next result is computed while the last one is in use.
 
-This happens in a thread on the CPU, and on a stream of its own on a GPU.
+The next result is computed in a thread on the CPU, and on a second stream on a GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ R = TypeVar("R")
 def prefetched(make: Callable[[T], R], items: Sequence[T], device: torch.device) -> Iterator[R]:
     """Yield `make(item)` of each item in order, and make the next while the last is in use.
 
-    `make` is called for one item after the other, without gradients. It must not overwrite its last
-    result, which the consumer uses until it asks for the next. When the consumer stops early, the
-    call that has begun is finished.
+    `make` is called for one item at a time, without gradients. It must not overwrite its last
+    result, which the consumer uses until it requests the next. If the consumer stops early, the
+    call in progress finishes.
     """
 
     def without_gradients(item: T) -> R:
@@ -54,14 +54,14 @@ def _on_stream(
 ) -> Iterator[Callable[[T], Callable[[], R]]]:
     """As `_in_thread`, on a second CUDA stream.
 
-    Calls return when their kernels are queued. The two streams wait for each other on the device
-    alone.
+    Calls return when their kernels are queued. The two streams wait for each other on the device,
+    without blocking the host.
     """
     stream = torch.cuda.Stream(device)
 
     def begin(item: T) -> Callable[[], R]:
-        # Wait for the consumer's stream: its last step has made the weights, and it no longer reads
-        # the memory that is written to.
+        # Wait for the consumer's stream: its last step made the weights, and it may still read the
+        # memory that `make` overwrites.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             made = make(item)
