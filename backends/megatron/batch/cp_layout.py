@@ -2,11 +2,11 @@
 
 A sequence of n tokens, padded at its end to a multiple of 2 * CP, is split into 2 * CP chunks; rank
 r holds chunks r and 2 * CP - 1 - r. So every rank has an early and a late part of each sequence,
-and causal attention costs all of them the same.
+and causal attention costs every rank the same.
 
-Sequences may share a prefix, whose tokens stand in the pack once
-(`rlcore.data.packing.sharing`). Then what stands in the pack of a sequence is the rest, and the
-keys of its queries are the prefix and that.
+Sequences may share a prefix, whose tokens the pack holds once (`rlcore.data.packing.sharing`). The
+pack then holds only the rest of such a sequence as its own tokens; its queries see the prefix and
+the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from backends.megatron.parallel.state import ALONE, CPRank
 
 
 def own_slots(lengths: Sequence[int], cp: CPRank) -> Tensor:
-    """The slots of the whole pack that this rank holds, in its order: int64 [T / CP].
+    """The slots of the whole pack that this rank holds, in the rank's order: int64 [T / CP].
 
-    `lengths` are padded.
+    `lengths` include padding.
     """
     sizes = torch.tensor(lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
@@ -35,14 +35,14 @@ def own_slots(lengths: Sequence[int], cp: CPRank) -> Tensor:
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Runs of queries of similar length, padded on the right to the longest of them.
+    """Runs of queries of similar length, padded on the right to the longest run.
 
     A pad repeats the run's last slot.
     """
 
     queries: Tensor  # int64 [b, longest]: slots
     keys: Tensor  # int64 [b, longest]: rows of the gathered keys
-    # int64 [b, 1, 1, 1]: keys before a run's first query; None: none before any
+    # int64 [b, 1, 1, 1]: number of keys before a run's first query; None: 0 for every run
     before: Tensor | None
 
 
@@ -50,7 +50,7 @@ class LengthBucket:
 class LengthBuckets:
     """All queries of a pack for batched attention.
 
-    A query never sees a key behind it, so pads need no care.
+    A query never sees a later key, so pads on the right need no mask.
     """
 
     parts: tuple[LengthBucket, ...]
@@ -62,8 +62,8 @@ class LengthBuckets:
 class Chunk:
     """One chunk of every sequence with all keys up to its end, for a variable-length kernel."""
 
-    queries: Tensor | None  # int64: slots, or None for all of them in their order
-    keys: Tensor | None  # int64: rows of the gathered keys, likewise
+    queries: Tensor | None  # int64: slots; None: all in order
+    keys: Tensor | None  # int64: rows of the gathered keys; None: all in order
     cu_queries: Tensor  # int32 [n+1]
     cu_keys: Tensor  # int32 [n+1]
     longest_queries: int
@@ -78,20 +78,20 @@ class Chunks:
     """
 
     parts: tuple[Chunk, ...]
-    # int64 [T]: slot t is this row of the concatenated parts; None: they are in order
+    # int64 [T]: slot t is this row of the concatenated parts; None: the parts are in order
     restore: Tensor | None
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of queries with the keys of each, one run behind the other.
+    """Runs of queries with the keys of each, concatenated.
 
     Attributes:
         queries: int64, slots of this rank.
         keys: int64, rows of the gathered keys.
         num_queries, num_keys: int64 [n], of each run.
-        causal: whether the last keys of a run are its queries, which see those up to themselves;
-            else they see all keys of their run.
+        causal: whether the last keys of a run are its queries, each of which sees the keys up to
+            itself; otherwise every query sees all keys of its run.
     """
 
     queries: Tensor
@@ -102,17 +102,18 @@ class Runs:
 
     @classmethod
     def of(cls, lengths: Sequence[int], cp: CPRank, index: int) -> Runs:
-        """Lay out one of the rank's chunks of each sequence.
+        """Lay out chunk `index` of the rank, of each sequence.
 
-        It is a run of queries, with the keys from the sequence's start to the run's end.
+        A chunk is a run of queries, with the keys from the sequence's start to the run's end.
         """
         sizes = torch.tensor(lengths, dtype=torch.int64)
         share = sizes // cp.size
         chunk = sizes // cp.chunks
         starts = share.cumsum(0) - share
         total = int(share.sum())
-        seen = range(cp.own_chunks[index] + 1)  # chunks, in the order of the text
-        # chunk k is the first one of rank k, or the last one of rank `chunks` - 1 - k
+        # The visible chunks, in the order of the sequence.
+        seen = range(cp.own_chunks[index] + 1)
+        # Chunk k is the first chunk of rank k, or the second of rank `chunks` - 1 - k.
         mirrored = [cp.chunks - 1 - k for k in seen]
         rows = [min(k, m) * total + starts + int(k > m) * chunk for k, m in zip(seen, mirrored)]
         return cls(
@@ -123,7 +124,7 @@ class Runs:
         )
 
     def behind(self, counts: Tensor, rows: Tensor) -> Runs:
-        """Return the same runs with keys before each: `counts` of them, in `rows`."""
+        """Return the same runs with `counts` further keys before each, at `rows`."""
         num_keys = counts + self.num_keys
         starts = offsets(num_keys)[:-1]
         keys = torch.empty(int(num_keys.sum()), dtype=torch.int64)
@@ -136,15 +137,15 @@ def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Te
     """Join the runs behind one prefix, for every prefix.
 
     Args:
-        queries: int64, slots, run behind run.
-        keys: int64, rows, the prefixes of the runs; of the same prefix the same ones.
-        num_queries, num_keys: int64 [n], some of which are 0.
+        queries: int64, the slots of all runs, concatenated.
+        keys: int64, the rows of each run's prefix, concatenated; equal prefixes have equal rows.
+        num_queries, num_keys: int64 [n]; values may be 0.
     """
     begins = offsets(num_queries).tolist()
     starts = offsets(num_keys)[:-1]
     behind = num_keys.nonzero()[:, 0]
     last = keys[starts[behind] + num_keys[behind] - 1]
-    # the last row of a prefix and its length name it
+    # A prefix is identified by its last row and its length.
     runs_of: dict[tuple[int, int], list[int]] = {}
     for run, row, length in zip(behind.tolist(), last.tolist(), num_keys[behind].tolist()):
         runs_of.setdefault((row, length), []).append(run)
@@ -165,10 +166,10 @@ def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Te
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What the sequences of a pack see before their own tokens, which other sequences brought."""
+    """The tokens of other sequences that each sequence of a pack sees before its own."""
 
-    counts: Tensor  # int64 [n]: tokens before the own ones of each sequence
-    slots: Tensor  # int64 [sum of counts]: in the whole pack, sequence behind sequence
+    counts: Tensor  # int64 [n]: prefix tokens of each sequence
+    slots: Tensor  # int64 [sum of counts]: their slots in the whole pack, concatenated
     longest: int  # tokens of the longest sequence, prefix included
 
 
@@ -176,15 +177,15 @@ class Prefixes:
 class PackLayout:
     """The layout of a pack for attention and rotary positions, computed once for all layers.
 
-    `T` is the number of slots of this rank; the keys and values of the ranks stand one rank behind
-    the other, [CP * T].
+    `T` is the number of slots of this rank; gathered keys and values are concatenated by rank,
+    [CP * T].
     """
 
-    # own tokens of every sequence of the pack, over all ranks, none of them 0
+    # Own tokens of every sequence of the pack, over all ranks; each at least 1.
     lengths: tuple[int, ...]
     cp: CPRank
     device: torch.device
-    positions: Tensor  # int64 [T]: inside the own sequence
+    positions: Tensor  # int64 [T]: position inside the sequence
     prefixes: Prefixes | None = None  # None: nothing is shared
 
     @classmethod
@@ -195,10 +196,10 @@ class PackLayout:
         cp: CPRank = ALONE,
         prefixes: Prefixes | None = None,
     ) -> PackLayout:
-        """Lay out sequences of these lengths, multiples of `cp.chunks`; drop those of length 0.
+        """Lay out sequences of these lengths, multiples of `cp.chunks`; drop empty sequences.
 
         Args:
-            prefixes: of those that are left.
+            prefixes: the prefixes of the sequences that are not dropped.
         """
         present = tuple(n for n in lengths if n)
         sizes = torch.tensor(present, dtype=torch.int64)
@@ -215,7 +216,7 @@ class PackLayout:
     def cu_seqlens(self) -> Tensor:
         """The offsets of the sequences over all ranks: int32 [n+1], on the device.
 
-        Raises ValueError where sequences share a prefix: one range does not hold all of their keys.
+        Raises ValueError if sequences share a prefix: no single range holds all keys of a sequence.
         """
         if self.prefixes is not None:
             raise ValueError("sequences that share a prefix have no offsets of their own")
@@ -269,7 +270,7 @@ class PackLayout:
 
     @cached_property
     def parts(self) -> tuple[Runs, ...]:
-        """For each chunk the own tokens of the sequences, and what is behind each prefix."""
+        """Two parts for each chunk: the sequences' own tokens, and the runs behind each prefix."""
         assert self.prefixes is not None
         counts = self.prefixes.counts
         rows = self._prefix_rows(self.prefixes)
@@ -290,19 +291,20 @@ class PackLayout:
         return [Runs.of(self.lengths, self.cp, index) for index in range(len(self.cp.own_chunks))]
 
     def _prefix_rows(self, prefixes: Prefixes) -> Tensor:
-        """The rows of the gathered keys at which the prefixes' tokens are."""
+        """The rows of the prefixes' tokens among the gathered keys."""
         rows = torch.empty(sum(self.lengths), dtype=torch.int64)
         ranks = [CPRank(self.cp.size, rank) for rank in range(self.cp.size)]
         rows[torch.cat([own_slots(self.lengths, rank) for rank in ranks])] = torch.arange(len(rows))
         return rows[prefixes.slots]
 
     def _alike(self, runs: Runs) -> list[list[int]]:
-        """Group the runs whose queries, and whose keys, are alike in number.
+        """Group the runs with similar numbers of queries and of keys.
 
-        Those without keys before their queries stay apart, as they need no mask.
+        Runs without keys before their queries form groups of their own, as they need no mask.
         """
         queries = runs.num_queries.tolist()
-        if self.prefixes is None:  # the number of keys follows from that of the queries
+        # Without prefixes the number of keys follows from the number of queries.
+        if self.prefixes is None:
             return by_length(queries)
         keys = runs.num_keys.tolist()
         found = []
@@ -321,9 +323,9 @@ MIN_BUCKET = 16
 
 
 def padded(flat: Tensor, counts: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Some runs of `flat`, padded with their last element: [b, longest], and a mask of the pads.
+    """Some runs of `flat`, padded with their last element: [b, longest], and a mask like it.
 
-    The mask is True at elements that are no pads.
+    The mask is False at pads.
     """
     rows = torch.tensor(runs, dtype=torch.int64)
     sizes = counts[rows, None]
@@ -338,7 +340,7 @@ def offsets(counts: Tensor) -> Tensor:
 
 
 def ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """The integers from each start on, `counts` of them, one range behind the other."""
+    """The ranges `start : start + count`, concatenated."""
     total = int(counts.sum())
     return torch.arange(total) + (starts - offsets(counts)[:-1]).repeat_interleave(
         counts, output_size=total
@@ -346,9 +348,9 @@ def ranges(starts: Tensor, counts: Tensor) -> Tensor:
 
 
 def by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group the indices of lengths that round up to the same of 16, 24, 32, 48, 64, ...
+    """Group the indices of lengths that round up to the same value of 16, 24, 32, 48, 64, ...
 
-    So at most a third of a bucket is padding.
+    So at most a third of a bucket is padding, except in the first.
     """
     buckets: dict[int, list[int]] = {}
     for i, n in enumerate(lengths):

@@ -1,8 +1,8 @@
 """The part of a step's batch that a rank holds.
 
-Rank 0 sends each data-parallel rank's share to one rank of its replica, which broadcasts it there,
+Rank 0 sends each replica's share to one rank of the replica, which broadcasts it to the others,
 over gloo and without pickling; each rank makes packs of its share. One rank of each replica's last
-stage sends its results to rank 0. With one process nothing is sent.
+stage sends the results to rank 0. A single process sends nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
 from rlcore.planning.shape import CostModel
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
-# a vector whose name begins so belongs to no token: all of it goes to every rank
+# Prefix of vectors that belong to no token: every rank receives all of such a vector.
 BATCH_STATS = "batch_stats/"
-Share = dict[str, Sequence[Tensor]]  # tensors by name, each in parts that follow one another
+Share = dict[str, Sequence[Tensor]]  # tensors by name, each as consecutive parts
 
 
 def plan_rules(
     config: Config, parallel: ParallelState, cost: CostModel, *, share_prefixes: bool
 ) -> PlanRules:
-    """The rules of micro-batches that follow from layout and budget."""
+    """The rules for micro-batches that follow from layout and token budget."""
     layout = config.policy.parallel
     return PlanRules(
         ranks=parallel.dp_size,
@@ -51,7 +51,7 @@ def plan_rules(
 
 @dataclass(frozen=True)
 class Parts(Sequence[Tensor]):
-    """Parts of a vector, each a view that is made when it is asked for: a view takes 1 KB."""
+    """Parts of a vector, as views that are made on access: each view takes 1 KB."""
 
     vector: Tensor
     slices: tuple[slice, ...]
@@ -65,14 +65,14 @@ class Parts(Sequence[Tensor]):
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The sequences that each data-parallel rank holds, in its order; known to rank 0."""
+    """The sequences that each data-parallel rank holds, in its order. Only rank 0 has the map."""
 
     lengths: tuple[int, ...]  # trainable tokens of each sequence
     orders: tuple[tuple[int, ...], ...]  # [dp_size]: sequences
 
     @classmethod
     def of(cls, batch: RolloutBatch, plans: Sequence[MinibatchPlan], dp_size: int) -> ShardMap:
-        """Read the map from the plans; ValueError unless they place every sequence once."""
+        """Read the map from the plans. Raises ValueError unless they hold every sequence once."""
         orders = tuple(
             tuple(i for plan in plans for i in plan.sequences(d)) for d in range(dp_size)
         )
@@ -81,7 +81,7 @@ class ShardMap:
         if placed.numel() != batch.num_sequences or bool((placed != 1).any()):
             wrong = int((placed != 1).nonzero()[0])
             raise ValueError(
-                f"the plans place sequence {wrong} of {batch.num_sequences} {int(placed[wrong])}"
+                f"the plans hold sequence {wrong} of {batch.num_sequences} {int(placed[wrong])}"
                 " times, expected once"
             )
         return cls(tuple(batch.num_trainable_each), orders)
@@ -95,14 +95,14 @@ class ShardMap:
         """Return each rank's parts of a vector over the sequences' tokens, as views.
 
         Args:
-            lengths: of each sequence in the vector; default: its trainable tokens.
+            lengths: elements of each sequence in the vector; default: its trainable tokens.
         """
         slices = _slices(self.lengths if lengths is None else lengths)
         empty = (slice(0, 0),)
         return [Parts(vector, tuple(slices[i] for i in o) or empty) for o in self.orders]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the vector over all trainable tokens of which each rank has a part."""
+        """Join the ranks' parts into the vector over all trainable tokens."""
         slices = _slices(self.lengths)
         whole = torch.empty(sum(self.lengths), dtype=parts[0].dtype)
         for order, own in zip(self.orders, parts):
@@ -112,7 +112,7 @@ class ShardMap:
 
 
 def _slices(lengths: Sequence[int]) -> list[slice]:
-    """Where parts of these lengths stand, one behind the other."""
+    """The slices of consecutive parts of these lengths."""
     return [slice(*pair) for pair in pairwise(accumulate(lengths, initial=0))]
 
 
@@ -128,8 +128,8 @@ class LocalMinibatch:
 class LocalBatch:
     """This rank's share of the batch that rank 0 distributes.
 
-    Its sequences stand in the order of the micro-batches, so that a micro-batch is a slice of every
-    vector. Making it is collective; other ranks than 0 pass None.
+    Its sequences are in the order of the micro-batches, so that a micro-batch is a slice of every
+    vector. The constructor is collective; ranks other than 0 pass None.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class LocalBatch:
         self._device = device
         self._pad_multiple = pad_multiple
         self._share_prefixes = share_prefixes
-        self._shard_map: ShardMap | None = None  # on rank 0
+        # None on ranks other than 0.
+        self._shard_map: ShardMap | None = None
         self._packs: dict[int, list[MicroBatch]] = {}
         self.updates = UpdateRecord()
         steps = None
@@ -173,7 +174,8 @@ class LocalBatch:
             sampling_mask=sampling_mask,
             routed_experts=share.pop("routed_experts", None),
             versions=versions,
-            vectors=share,  # all that is left
+            # The remaining entries are vectors.
+            vectors=share,
         )
         self.vectors = {name: value.to(device) for name, value in share.items()}
         if self.batch.versions is not None:
@@ -186,7 +188,7 @@ class LocalBatch:
         """
         shares: list[Share] | None = None
         if vectors is not None:
-            assert self._shard_map is not None, "other ranks than 0 pass None"
+            assert self._shard_map is not None, "ranks other than 0 pass None"
             num_trainable = sum(self._shard_map.lengths)
             shares = [{} for _ in self._shard_map.orders]
             for name, value in vectors.items():
@@ -208,7 +210,7 @@ class LocalBatch:
     def collect(self, own: Sequence[Tensor] | None, count: int) -> list[Tensor] | None:
         """Gather `count` vectors over the trainable tokens to rank 0: fp32 [M] of the whole batch.
 
-        Collective. Ranks outside the last pipeline stage pass None; ranks but 0 get None.
+        Collective. Ranks outside the last pipeline stage pass None; ranks other than 0 get None.
         """
         stacked = None if own is None else torch.stack([x.detach().float().cpu() for x in own])
         counts = [] if self._shard_map is None else self._shard_map.counts
@@ -218,7 +220,7 @@ class LocalBatch:
         return [self._shard_map.join([part[k] for part in parts]) for k in range(count)]
 
     def collect_updates(self) -> dict[str, Tensor] | None:
-        """Gather what the updates did to each token to rank 0, by name. Collective."""
+        """Gather the vectors of the update record to rank 0, by name. Collective."""
         own = None
         if self._parallel.is_last_stage:
             packs = (self.micro_batches(k) for k in range(len(self.minibatches)))
@@ -232,7 +234,7 @@ class LocalBatch:
             borders = self.minibatches[minibatch].borders
             places = [self._sharing(a, b) for a, b in pairwise(borders)]
             sizes = [pack_size(one.size, self._pad_multiple) for one in places]
-            # pipeline stages exchange activations of one shape
+            # Pipeline stages exchange activations of one shape.
             if self._parallel.pp_size > 1:
                 sizes = [max(sizes)] * len(sizes)
             self._packs[minibatch] = [
@@ -242,7 +244,7 @@ class LocalBatch:
         return self._packs[minibatch]
 
     def _sharing(self, first: int, last: int) -> Sharing:
-        """Where the tokens of the sequences [first, last) stand in their pack."""
+        """The slots of the tokens of sequences [first, last) in their pack."""
         lengths = self.batch.lengths[first:last]
         multiple = self._parallel.cp.chunks
         if not self._share_prefixes:
@@ -265,7 +267,7 @@ class LocalBatch:
         return self.vectors[name]
 
     def batch_stats(self, minibatch: int) -> dict[str, Tensor] | None:
-        """The loss's statistics of a whole optimizer step, by name; None where it has none.
+        """The loss's statistics of a whole optimizer step, by name; None if there are none.
 
         `assign` received them as `batch_stats/<minibatch>/<name>`.
         """
@@ -284,7 +286,7 @@ def _plain(vector: Tensor) -> Tensor:
 
 
 def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
-    """What is sent to each data-parallel rank: views, so that the batch is not there twice."""
+    """The tensors for each data-parallel rank, as views, so that the batch is not copied."""
     lengths = batch.lengths.tolist()
     by_name: dict[str, Sequence[Sequence[Tensor]]] = {
         "tokens": shards.split(batch.tokens, lengths),
@@ -342,7 +344,7 @@ def _steps(
 def _scatter(shares: Sequence[Share] | None, parallel: ParallelState) -> dict[str, Tensor]:
     """Send `shares[d]` of rank 0 to every rank of replica d. Collective.
 
-    A tensor is joined from its parts when it is sent.
+    The parts of a tensor are joined when it is sent.
     """
     if parallel.world_size == 1:
         assert shares is not None
@@ -373,26 +375,26 @@ def _scatter(shares: Sequence[Share] | None, parallel: ParallelState) -> dict[st
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The tensor that is joined from parts, always a copy; numbers come in one part."""
+    """The tensor joined from parts, always a copy; a scalar is a single part."""
     return parts[0].clone() if len(parts) == 1 else torch.cat([*parts])
 
 
 def _layout(parts: Sequence[Tensor]) -> tuple[str, list[int]]:
-    """The type and shape of the tensor that is joined from parts."""
+    """The dtype and shape of the tensor joined from parts."""
     first = parts[0]
     shape = [*first.shape] if len(parts) == 1 else [sum(map(len, parts)), *first.shape[1:]]
     return str(first.dtype).removeprefix("torch."), shape
 
 
 def _raw(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The bytes of each tensor that is not empty: uint8, a view where the tensor is contiguous."""
+    """The bytes of each tensor that is not empty: uint8, a view if the tensor is contiguous."""
     return [t.contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel()]
 
 
 def _gather(
     own: Tensor | None, sizes: Sequence[tuple[int, int]], parallel: ParallelState
 ) -> list[Tensor] | None:
-    """Gather a tensor of each replica's last stage to rank 0, in their order. Collective.
+    """Gather a tensor of each replica's last stage to rank 0, in replica order. Collective.
 
     Args:
         own: this rank's results, fp32 [k, M_d]; used on the source rank of each replica only.

@@ -31,7 +31,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     layout: PackLayout | None = None
-    cos: Tensor | None = None  # [T, 1, d/2]: of the angle of each token at its position
+    cos: Tensor | None = None  # [T, 1, d/2]: cosine of each token's angle
     sin: Tensor | None = None
 
 
@@ -42,28 +42,27 @@ class MicroBatch:
     Sequences that begin with the same tokens may have them at the same slots.
 
     Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M
-    predictions, and every sequence has pads of its own, at its end. A target is shifted here,
-    before anything splits the pack: a token is predicted from the slot of the one before it in its
-    sequence.
+    predictions, and every sequence is padded at its end. Targets are shifted here, before anything
+    splits the pack: a token is predicted from the slot of the previous token of its sequence.
     """
 
     input_ids: Tensor  # int64 [1, T]
     packed: PackedSequences
     target_index: Tensor  # int64 [m]: the slot before each trainable token
     target_tokens: Tensor  # int64 [m]
-    target_own: Tensor  # int64 [m]: their indices among the M trainable tokens
+    target_own: Tensor  # int64 [m]: indices of the targets among the M trainable tokens
     cu_seqlens: Tensor  # int64 [B+1], over trainable tokens
-    rows: slice  # of the batch's compact vectors
-    sequences: slice  # of its vectors with one value a sequence
-    num_tokens: int  # model tokens of this rank, a shared one as often as sequences have it
+    rows: slice  # of the batch's vectors over trainable tokens
+    sequences: slice  # of the batch's vectors with one value a sequence
+    num_tokens: int  # model tokens of this rank; a shared token counts once for each sequence
     repeated: Tensor  # bool [model tokens of all ranks]: whether the pack had the token already
     counts: Tensor  # int64 [1, T]: how many sequences have the token at a slot; 0 at a pad
-    # of the m targets; None: all were sampled from the whole vocabulary
+    # Masks of the m targets; None: all were sampled from the whole vocabulary.
     sampling_mask: BatchSamplingMasks | None = None
-    # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
+    # int16 [T, layers with experts, topk] from the engine; -1: not recorded
     routed_experts: Tensor | None = None
-    # Layer -> int16 [t, topk]: the experts that training replays, for the t slots of this rank's
-    # routers.
+    # Layer -> int16 [t, topk]: the experts that training replays, for the t slots that this rank's
+    # routers process.
     experts: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -73,7 +72,7 @@ class MicroBatch:
 
     @property
     def num_slots(self) -> int:
-        """T, with pads."""
+        """T, including pads."""
         return self.input_ids.size(1)
 
     @property
@@ -93,7 +92,7 @@ def pad_lengths(missing: int, longest: int, multiple: int = 1) -> list[int]:
 
 
 def pack_size(num_tokens: int, multiple: int) -> int:
-    """The slots of a pack: at least `multiple`, so that a micro-batch without tokens still runs."""
+    """The number of slots of a pack, at least `multiple`: a micro-batch without tokens runs too."""
     return padded_length(max(num_tokens, 1), multiple)
 
 
@@ -106,13 +105,13 @@ def make_micro_batch(
     cp: CPRank = ALONE,
     sharing: Sharing | None = None,
 ) -> MicroBatch:
-    """Pack the sequences [first, last) of `batch`, which may be empty or none, on `device`.
+    """Pack the sequences [first, last) of `batch` on `device`; the range and they may be empty.
 
     Args:
-        num_slots: of the pack over all ranks, a multiple of `cp.chunks`; at least the size of
+        num_slots: slots of the pack over all ranks, a multiple of `cp.chunks`; at least the size of
             `sharing`.
         cp: this rank among the ranks that share the pack.
-        sharing: where their tokens stand; default: each at a slot of its own.
+        sharing: the slots of the sequences' tokens; default: a separate slot for each token.
     """
     model = slice(int(batch.cu_tokens[first]), int(batch.cu_tokens[last]))
     rows = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
@@ -135,7 +134,7 @@ def make_micro_batch(
         routed = routed[local].to(device)
 
     trainable = batch.loss_mask[model].nonzero()[:, 0]
-    # of the token before it in its own sequence; a trainable token is never the first
+    # The slot of the previous token; a trainable token is never the first of its sequence.
     index = where[slots[trainable - 1]]
     own = (index >= 0).nonzero()[:, 0]
     return MicroBatch(
@@ -170,10 +169,10 @@ def lay_out(
     """Lay a pack out for attention. Returns the layout, and the slots that this rank holds.
 
     Args:
-        lengths: int64 [B], of the sequences.
+        lengths: int64 [B], the lengths of the sequences.
     """
     own = lengths - sharing.shared
-    # one without tokens of its own is the beginning of another
+    # A sequence without own tokens is the beginning of another sequence.
     runs = sharing.order[own[sharing.order] > 0]
     sizes = [padded_length(n, cp.chunks) for n in own[runs].tolist()]
     sizes += pad_lengths(num_slots - sum(sizes), max(sizes, default=0), cp.chunks)
@@ -194,7 +193,7 @@ def lay_out(
 
 
 def gather_keys_values(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Gather keys and values: [T, groups, d] each -> [CP * T, groups, d], rank behind rank.
+    """Gather keys and values: [T, groups, d] each -> [CP * T, groups, d], concatenated by rank.
 
     The backward pass sums the gradients from all ranks' queries.
     """
@@ -227,7 +226,7 @@ def gather_targets(output: Any, own: Tensor, total: int, group: ProcessGroup) ->
 class _GatherTargets(torch.autograd.Function):
     """Gather [k, m] -> [k, M].
 
-    The backward pass takes the own part and sums nothing: every rank has the whole loss, and
+    The backward pass takes this rank's part without a sum: every rank has the whole loss, and
     Megatron's DDP adds the gradients of the context-parallel ranks.
     """
 

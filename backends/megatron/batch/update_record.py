@@ -1,4 +1,4 @@
-"""What the updates of a step did to the policy, for the record and the metrics of the step."""
+"""The effect of a step's updates on the policy, for the recording and the metrics of the step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ LARGEST_LOG_RATIO = 20.0
 class UpdateRecord:
     """Ratio and clip of the tokens of this rank at their last update.
 
-    It takes two numbers a token, on the device, until the batch is dropped; three in the mini-batch
-    of the first update, whose log-probs it keeps too.
+    The record keeps two numbers a token on the device until the batch is dropped, and the log-probs
+    as a third in the mini-batch of the first update.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[Tensor]] = {}  # of a mini-batch, [2, m] each
-        # the mini-batch of the first update, and the log-probs of its micro-batches there: those of
-        # the weights from before the step
+        # Mini-batch -> [2, m] for each of its micro-batches.
+        self._parts: dict[int, list[Tensor]] = {}
+        # The mini-batch of the first update, and the log-probs of its micro-batches under the
+        # weights from before the step.
         self.first: int | None = None
         self.logprobs_before: list[Tensor] = []
         self._is_first = False
-        # whether the policy took an optimizer step
+        # Whether the policy took an optimizer step.
         self.moved = False
 
     def begin(self, minibatch: int) -> None:
@@ -39,23 +40,24 @@ class UpdateRecord:
         self._parts[minibatch] = []
 
     def add_logprobs(self, logprobs: Tensor) -> None:
-        """Keep the log-probs of a micro-batch, if this is the first update; they come in order."""
+        """Keep the log-probs of a micro-batch if this is the first update; call in order."""
         if self._is_first:
             self.logprobs_before.append(logprobs.detach())
 
     def add(self, minibatch: int, inputs: PolicyLossInputs, result: PolicyLoss) -> None:
-        """Record a micro-batch; they come in order."""
+        """Record a micro-batch; call in order."""
         moved = inputs.logprobs.detach() - inputs.old_logprobs
         ratio = moved.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
         clipped = result.metrics.get("clipfrac")
-        if clipped is None or clipped.shape != ratio.shape:  # a loss that does not clip
+        # The loss does not clip.
+        if clipped is None or clipped.shape != ratio.shape:
             clipped = torch.zeros_like(ratio)
         self._parts.setdefault(minibatch, []).append(
             torch.stack([ratio.float(), clipped.detach().float()])
         )
 
     def vectors(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return both vectors over all mini-batches; NaN where none was trained.
+        """Return both vectors over all mini-batches; NaN where no update was made.
 
         Args:
             sizes: trainable tokens of this rank in each mini-batch.
