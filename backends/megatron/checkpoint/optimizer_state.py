@@ -1,13 +1,13 @@
-"""Optimizer state in a checkpoint, independent of the layout and of the kind of optimizer.
+"""Optimizer state in a checkpoint, independent of the layout and the kind of optimizer.
 
-Each parameter has its moments, and below fp32 its master weights, in its own shape, as
-`optimizer.state.exp_avg.<parameter>`. Every rank writes and reads what it holds, in place and
-without communication. A rank of the distributed optimizer holds a range of the elements of a
-parameter, which is a few boxes of it; the format of the checkpoint stores a tensor as boxes, and
-reads any box from those that overlap it.
+The moments of each parameter, and its master weights if it is narrower than fp32, are stored in the
+shape of the parameter, as `optimizer.state.exp_avg.<parameter>`. Every rank writes and reads the
+state that it holds, in place and without communication. A rank of the distributed optimizer holds a
+range of a parameter's elements, which is a few boxes; the checkpoint format stores a tensor as
+boxes, and reads any box from those that overlap it.
 
-Megatron's own state of its distributed optimizer is not used: every data-parallel rank gathers the
-state of the whole model-parallel shard for it (12 bytes a parameter), at saving and at loading.
+Megatron's own format for its distributed optimizer is not used: saving and loading it gathers the
+state of the whole model-parallel shard (12 bytes a parameter) on every data-parallel rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from backends.megatron.checkpoint.shards import sharded_entries
 from backends.megatron.training.optimizer import ScheduledOptimizer
 
-# offset and size in every dimension
+# Offset and size in every dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -38,7 +38,7 @@ def optimizer_tensors(
     fp32 weights are their own masters and are left out.
 
     Args:
-        weights: the sharded state of the model, which says where its parameters belong.
+        weights: the sharded state of the model, with the global offsets of its parameters.
     """
     found: dict[str, ShardedTensor] = {}
     entries = sharded_entries(weights)
@@ -69,7 +69,8 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     row = math.prod(inner)
     first_whole = -(-start // row)
     last_whole = end // row
-    if first_whole > last_whole:  # inside one row
+    # The range is inside one row.
+    if first_whole > last_whole:
         yield from _in_row(last_whole, inner, start - last_whole * row, end - last_whole * row)
         return
     if first_whole * row > start:
@@ -92,11 +93,11 @@ class _HeldState:
     parameter: Tensor
     start: int
     tensors: Mapping[str, Tensor]  # by kind, flat: "exp_avg", "exp_avg_sq", "param"
-    is_divided: bool  # over data-parallel ranks, which otherwise all hold the same
+    is_divided: bool  # over data-parallel ranks; otherwise all of them hold the same state
 
 
 def _held_state(optimizer: ScheduledOptimizer, parameters: Iterable[Any]) -> Iterator[_HeldState]:
-    # a plain optimizer steps the fp32 copy of a parameter, or the parameter itself
+    # A plain optimizer steps the fp32 copy of a parameter, or the parameter itself.
     stepped = {id(getattr(each, "main_param", each)): each for each in parameters}
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
@@ -119,9 +120,9 @@ def _flat(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
-    """The tensors that a parameter is saved as, each with its first element in the parameter.
+    """The tensors that a parameter is saved as, each with its offset in the parameter.
 
-    A factory makes them, for example of a gate and an up projection that are one parameter.
+    A factory splits a parameter, for example into a gate and an up projection.
     """
     if isinstance(entry, ShardedTensor):
         yield 0, entry
@@ -137,7 +138,7 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, S
 
 
 def _boxes_of(first: int, part: ShardedTensor, state: _HeldState) -> Iterator[ShardedTensor]:
-    """The held state of a part of a parameter, which begins at its element `first`."""
+    """The held state of a part of a parameter; the part begins at element `first`."""
     count = math.prod(part.local_shape)
     for kind, tensor in state.tensors.items():
         start = max(state.start - first, 0)
@@ -155,7 +156,8 @@ def _boxes_of(first: int, part: ShardedTensor, state: _HeldState) -> Iterator[Sh
                 local_shape=local_shape,
                 global_shape=tuple(part.global_shape),
                 global_offset=tuple(map(sum, zip(part.global_offset, whole, strict=True))),
-                axis_fragmentations=None,  # no regular grid
+                # The boxes form no regular grid.
+                axis_fragmentations=None,
                 replica_id=(*part.replica_id[:-1], 0) if state.is_divided else part.replica_id,
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )

@@ -1,8 +1,9 @@
 """Refuses pickles in checkpoints that would run code.
 
-torch reads `.metadata`, and objects in shards, with a bare unpickler, which calls whatever the file
-names. Here each is read first by an unpickler that knows the few classes that checkpoints need.
-Whoever can replace files between the two readings is not kept out: load checkpoints that you trust.
+torch reads `.metadata`, and objects in shards, with a bare unpickler, which calls any function that
+the file names. Here an unpickler that knows only the few classes of checkpoints reads each of them
+first. This does not protect against a file that is replaced between the two reads: load only
+checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def check_metadata(folder: Path) -> None:
     """Read the metadata of the shards in `folder` without running any code.
 
     Raises:
-        ModelError: it names something that no checkpoint needs.
-        OSError, UnpicklingError: it cannot be read.
+        ModelError: the metadata names something that no checkpoint needs.
+        OSError, UnpicklingError: the metadata cannot be read.
     """
     path = folder / METADATA
     content = path.read_bytes()
@@ -57,24 +58,24 @@ def check_metadata(folder: Path) -> None:
         _AllowListed(io.BytesIO(content), path).load()
     except (ModelError, pickle.UnpicklingError):
         raise
-    # a damaged pickle may make anything fail that it calls
+    # A damaged pickle may call allowed classes with any arguments, so any error is possible.
     except Exception as error:
         raise pickle.UnpicklingError(f"{METADATA} is damaged: {error!r}") from error
 
 
 def _check_memo(content: bytes) -> None:
-    """Refuse places in the unpickler's memo beyond the file's size: it would allocate all before.
+    """Refuse memo indices beyond the file's size: the unpickler would allocate up to the index.
 
-    This takes about a microsecond an operation.
+    The check takes about a microsecond per operation.
     """
     for operation, argument, _ in pickletools.genops(content):
         if "PUT" in operation.name and int(argument or 0) > len(content):
-            raise ValueError(f"place {argument} in the memo of a pickle of {len(content)} bytes")
+            raise ValueError(f"memo index {argument} in a pickle of {len(content)} bytes")
 
 
 @contextmanager
 def checking_objects(folder: Path) -> Iterator[None]:
-    """Inside, Megatron's loader reads from shards what torch's `weights_only` allows."""
+    """Inside, Megatron's loader reads only objects that torch's `weights_only` allows."""
     stock = MCoreLoadPlanner.load_bytes
 
     def load_bytes(self: MCoreLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -91,7 +92,7 @@ class _AllowListed(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function of the list; see `pickle.Unpickler`."""
+        """Return an allowed class or function; see `pickle.Unpickler`."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise _refusal(str(self._path), f"{module}.{name}")

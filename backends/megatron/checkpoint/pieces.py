@@ -1,7 +1,7 @@
 """Reads the tensors of a checkpoint a piece at a time.
 
-torch's reader holds each saved tensor whole, next to the memory into which it is copied. Here a
-large one passes through a small buffer, with the check of its bytes that its file has.
+torch's reader loads each saved tensor whole, next to the memory that it is copied to. Here a large
+tensor passes through a small buffer, and its checksum is still verified.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.futures import Future
 from backends.megatron.cpu.shim import replaced
 
 PIECE_BYTES = 4 << 20
-_RECORD = re.compile(r"/data/\d+$")  # of a storage, in what `torch.save` writes
+_RECORD = re.compile(r"/data/\d+$")  # a storage in a file of `torch.save`
 
 
 class PieceReader(FileSystemReader):
-    """As its base class; its metadata is read once."""
+    """A reader that passes large tensors through a small buffer, and reads the metadata once."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
@@ -51,25 +51,25 @@ class PieceReader(FileSystemReader):
             if item.type is LoadItemType.BYTE_IO or info.length <= PIECE_BYTES:
                 others.append(item)
                 continue
-            place = self.fs.concat_path(self.path, info.relative_path)
-            with self.fs.create_stream(place, "rb") as stream:
+            path = self.fs.concat_path(self.path, info.relative_path)
+            with self.fs.create_stream(path, "rb") as stream:
                 if not _read(_Window(stream, info.offset, info.length), item, planner):
                     others.append(item)
         return super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
 
 
 class _Window(_ReaderView):
-    """A part of a file, as if it were a file."""
+    """A part of a file with the interface of a file."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """See `io.IOBase`; torch's own adds where an offset counts from the end."""
+        """See `io.IOBase`. torch's version has the wrong sign for offsets from the end."""
         super().seek(-offset if whence == os.SEEK_END else offset, whence)
         return self.tell()
 
 
 @contextmanager
 def reading_in_pieces() -> Iterator[None]:
-    """Inside, Megatron's loader reads by a `PieceReader`."""
+    """Inside, Megatron's loader reads with a `PieceReader`."""
 
     def reader(folder: str | Path, cache_metadata: bool = False) -> Any:
         return PieceReader(folder)
@@ -79,7 +79,7 @@ def reading_in_pieces() -> Iterator[None]:
 
 
 def _read(file: _Window, item: ReadItem, planner: LoadPlanner) -> bool:
-    """Read what an item wants of a saved tensor. Returns False where that has no plain form."""
+    """Read an item's part of a saved tensor. Returns False if the tensor is not stored plainly."""
     with torch.serialization.skip_data():
         stored: Tensor = torch.load(cast(Any, file), map_location="cpu", weights_only=True)
     plain = stored.dim() > 0 and stored.is_contiguous()
@@ -91,7 +91,7 @@ def _read(file: _Window, item: ReadItem, planner: LoadPlanner) -> bool:
         target = planner.resolve_tensor(item).detach()
         if target.size() != item.lengths:
             raise AssertionError(
-                f"{item.storage_index}: {tuple(item.lengths)} were asked for, into"
+                f"{item.storage_index}: {tuple(item.lengths)} requested, but the target is"
                 f" {tuple(target.size())}"
             )
         with archive.open(records[0]) as record:
@@ -101,11 +101,12 @@ def _read(file: _Window, item: ReadItem, planner: LoadPlanner) -> bool:
 
 
 def _copy(record: IO[bytes], stored: Tensor, item: ReadItem, target: Tensor) -> None:
-    """Copy the part of `stored` that an item wants into `target`, from the bytes of `stored`.
+    """Copy an item's part of `stored` from `record`, the bytes of `stored`, to `target`.
 
-    They are read to the end, where the file has their checksum.
+    The bytes are read to the end, where the checksum is verified.
     """
-    at = next((dim for dim, size in enumerate(stored.shape) if size > 1), 0)  # whose rows are read
+    # The dimension whose rows are read.
+    at = next((dim for dim, size in enumerate(stored.shape) if size > 1), 0)
     first, *offsets = item.storage_offsets[at:]
     wanted, *lengths = item.lengths[at:]
     row_bytes = stored.nbytes // stored.size(at)
@@ -119,7 +120,7 @@ def _copy(record: IO[bytes], stored: Tensor, item: ReadItem, target: Tensor) -> 
         while filled < len(view):
             read = record.readinto(view[filled:])  # type: ignore[attr-defined]
             if not read:
-                raise EOFError(f"{item.storage_index}: its file ends early")
+                raise EOFError(f"{item.storage_index}: the file ends early")
             filled += read
         start = max(row, first)
         end = min(row + rows, first + wanted)

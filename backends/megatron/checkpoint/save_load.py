@@ -1,12 +1,12 @@
-"""Training checkpoints: models, optimizers and schedules, loadable under every other layout.
+"""Training checkpoints: models, optimizers and schedules, loadable under any layout.
 
     <folder>/checkpoint.json    the manifest, written last: architectures, dtype, optimizers, and
                                 the size of every file
-             policy/            one torch_dist checkpoint a model
+             policy/            one torch_dist checkpoint per model
              critic/
 
-A folder without checkpoint.json is not a checkpoint. The run uses a checkpoint once it has renamed
-its folder.
+A folder without checkpoint.json is not a checkpoint. The run renames the folder of a checkpoint
+before it uses the checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Saved:
-    """One model of a checkpoint. `optimizer` is None for weights alone."""
+    """One model of a checkpoint. `optimizer` is None if only weights are saved."""
 
     name: str  # "policy" | "critic", also its folder
     arch: Architecture
@@ -78,13 +78,14 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
 def start_checkpoint(
     folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies
 ) -> PendingCheckpoint:
-    """As `save_checkpoint`, but copy to host memory and return; a thread writes the copy.
+    """Like `save_checkpoint`, but copy to host memory and return; a thread writes the copy.
 
     Collective; call inside `megatron_device`. `host` is in use until `finish` of the returned
-    checkpoint: there is at most one at a time.
+    checkpoint, so only one checkpoint may be pending.
     """
     planned = _plan(folder, models, parallel, host)
-    described = _descriptions(models)  # before the optimizers take further steps
+    # Describe the models now: the optimizers may take further steps while the thread writes.
+    described = _descriptions(models)
     complete = partial(_complete, folder, planned, described, parallel)
     return PendingCheckpoint(folder, planned, complete)
 
@@ -98,7 +99,7 @@ def _plan(
         with _writing(folder, parallel):
             target.mkdir(parents=True, exist_ok=True)
         with _writing(folder, parallel):
-            # AdamW has no state before its first step
+            # AdamW has no state before its first step.
             stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
             state = _sharded_state(model, parallel, optimizer=stepped, assign=True)
             planned.append(plan_sharded(state, target, host))
@@ -113,7 +114,7 @@ def _complete(
 ) -> None:
     """Write the metadata, flush everything to the disk and write the manifest.
 
-    Every rank has written its share.
+    Call after every rank has written its share.
     """
     for part in planned:
         with _writing(folder, parallel):
@@ -135,18 +136,18 @@ def _complete(
 
 @contextmanager
 def _writing(folder: Path, parallel: ParallelState) -> Iterator[None]:
-    """What fails inside is raised on every rank, as RunFailed that names the folder."""
+    """Inside, an error on one rank raises RunFailed naming the folder on every rank."""
     with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
         yield
 
 
 def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelState) -> None:
-    """Load weights, optimizers and schedules of `models`, in place, under the present layout.
+    """Load weights, optimizers and schedules of `models`, in place, under the current layout.
 
-    Collective; call inside `megatron_device`. Raises ModelError naming the checkpoint and what is
-    wrong: not a checkpoint, a missing or truncated file, another architecture or dtype.
+    Collective; call inside `megatron_device`. Raises ModelError naming the checkpoint and the
+    problem: not a checkpoint, a missing or truncated file, another architecture or dtype.
     """
-    # every rank looks, so that all of them give the reason
+    # Every rank checks, so that every rank reports the reason.
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         manifest = read_manifest(folder, [model.name for model in models])
     for model in models:
@@ -162,10 +163,10 @@ def load_weights(
     chunks: Sequence[nn.Module],
     parallel: ParallelState,
 ) -> None:
-    """Load the weights of model `name` alone, in place; the dtype may differ. Collective.
+    """Load only the weights of model `name`, in place; the dtype may differ. Collective.
 
-    A critic may be loaded from a policy: its value head keeps its values. Raises as
-    `load_checkpoint` does.
+    A critic may be loaded from a policy; its value head then keeps its values. Raises the errors of
+    `load_checkpoint`.
     """
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         manifest = read_manifest(folder, [name])
@@ -177,12 +178,13 @@ def load_weights(
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1".
+    """The layout that a checkpoint was saved under, for display: "TP 2 x PP 1 x DP 1 x CP 1".
 
-    EP and ETP are named if EP is more than 1.
+    It includes EP and ETP if EP is more than 1.
     """
     layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
-    if layout.get("ep", 1) == 1:  # then an expert is split like everything else
+    # Without expert parallelism experts are split like all other weights.
+    if layout.get("ep", 1) == 1:
         layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "etp")}
     return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
@@ -193,7 +195,7 @@ def saved_layout(folder: Path) -> str:
 def _sharded_state(
     model: Saved, parallel: ParallelState, *, optimizer: bool, assign: bool = False
 ) -> dict[str, Any]:
-    """The sharded weights, one entry a chunk, and the optimizer's state if this rank has any."""
+    """The sharded weights, one entry per chunk, and the optimizer's state if this rank has any."""
     metadata = {"dp_cp_group": parallel.dp_cp_group}
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
@@ -224,7 +226,7 @@ def _load(
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
-    # the optimizer's tensors are read in place
+    # The optimizer's tensors are read in place.
     with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
@@ -255,7 +257,7 @@ def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
 
 
 def _fingerprint(arch: Architecture) -> dict[str, Any]:
-    """The properties that two models must share for the weights of one to fit the other."""
+    """The properties in which two models must agree to load each other's weights."""
     return {
         "family": arch.family,
         "vocab_size": arch.vocab_size,
@@ -269,9 +271,9 @@ def _dtype(model: Saved) -> str:
 
 
 def read_manifest(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read the manifest, and check that every file of models `names` is there with its size.
+    """Read the manifest, and check the existence and size of every file of models `names`.
 
-    Raises ModelError naming the checkpoint and what is wrong.
+    Raises ModelError naming the checkpoint and the problem.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -308,7 +310,7 @@ def read_manifest(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 def check_architecture(
     folder: Path, name: str, arch: Architecture, described: Mapping[str, Any]
 ) -> None:
-    """Refuse, by ModelError, a checkpoint of a model that is `described` as another one."""
+    """Raise ModelError if `described`, from the manifest, is another architecture than `arch`."""
     was = described["architecture"]
     now = _fingerprint(arch)
     for key in now:
@@ -322,7 +324,7 @@ def check_architecture(
 def _check_same(
     folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState
 ) -> None:
-    """Refuse a checkpoint of another model; of another dtype too if the optimizer is loaded."""
+    """Refuse a checkpoint of another model, or of another dtype if the optimizer is loaded."""
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         check_architecture(folder, model.name, model.arch, described)
         if described["head"] == "value" and model.head == "lm":

@@ -1,8 +1,8 @@
 """Megatron's distributed checkpoints, written by the ranks themselves.
 
 Stock megatron-core writes through a spawned manager and forked children. A trainer has threads
-(engines, rollouts, gloo), where a fork can deadlock, and the manager costs seconds at the first
-save. Here each rank writes its own file, in the same format: at once, or in a thread from a copy in
+(engines, rollouts, gloo), so a fork can deadlock, and the manager costs seconds at the first save.
+Here each rank writes its own file in the same format: immediately, or in a thread from a copy in
 host memory.
 """
 
@@ -42,11 +42,11 @@ from backends.megatron.parallel.state import ParallelState
 from rlcore.deadlines import CHECKPOINT_TENSOR_S
 from rlcore.errors import FailedElsewhere, ModelError, RlcoreError, RunFailed
 
-# a file: (path, name, (serialised objects, tensors))
+# A file: (path, name, (serialised objects, tensors)).
 _Bucket = tuple[Path, str, tuple[Any, Any]]
 # The stock function without its decorator, which stops the garbage collector of the whole process.
 _write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__  # type: ignore[attr-defined]
-# What rank 0 alone writes: common.pt, .metadata and metadata.json.
+# The functions with which rank 0 alone writes common.pt, .metadata and metadata.json.
 _WRITTEN_BY_RANK_0 = (
     (TorchCommonSaveStrategy, "save_common"),
     (filesystem_async.FileSystemWriterAsync, "finish"),
@@ -60,16 +60,16 @@ def plan_sharded(
     """Plan to save a sharded state dict into an existing folder. Collective.
 
     Args:
-        host: copy the tensors to here; None: they are written from where they are.
+        host: memory to copy the tensors to; None: write them from their own memory.
     """
     apply_factories(state)
     for entry in nested_values(state):
-        # Megatron copies, all of them at once, what is a part of a larger storage.
+        # Megatron would copy all tensors that are parts of larger storages at the same time.
         if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.is_cpu:
             entry.data = _over_same_memory(entry.data.detach().contiguous())
-    # one file a rank
+    # One file per rank.
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    # a queue of this process in place of one of a spawned manager process
+    # A queue of this process replaces the queue of a spawned manager process.
     local_results = replaced(filesystem_async, "_results_queue", queue.Queue())
     with local_results, _failures_of_rank_0_at_the_end():
         request = dist_checkpointing.save(
@@ -82,7 +82,7 @@ def plan_sharded(
 def _over_same_memory(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return tensor
-    # Not by numpy, which would make the tensor's storage one that cannot be offloaded any more.
+    # Without numpy, which would make the tensor's storage impossible to resize for offloading.
     buffer = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     buffer.owner = tensor  # type: ignore[attr-defined]  # it lives as long as the buffer
     return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
@@ -91,12 +91,12 @@ def _over_same_memory(tensor: Tensor) -> Tensor:
 def assign_to_replicas(weights: Mapping[str, Any], parallel: ParallelState) -> None:
     """Assign each weight of a sharded state to one of the replicas that hold it, in place.
 
-    Megatron has the first replica write all weights, while the others wait. Here they are assigned
-    by size. Every rank computes the same, without communication: replicas hold the same weights in
-    the same order. Who has written a tensor does not matter to who reads it.
+    Megatron lets the first replica write all weights while the others wait. Here weights are
+    assigned by size. Every rank computes the same assignment without communication, since replicas
+    hold the same weights in the same order. Readers do not depend on the assignment.
 
-    The last number of a `replica_id` says which data-parallel replica this is; replica 0 writes.
-    Optimizer states that are not divided over replicas go with their weight.
+    The last number of a `replica_id` is the data-parallel replica; replica 0 writes. Optimizer
+    states that are not divided over replicas are assigned with their weight.
     """
     entries = sharded_entries(weights)
     experts = [entry for entry in entries if ".experts." in entry.key]
@@ -114,7 +114,7 @@ def assign_to_replicas(weights: Mapping[str, Any], parallel: ParallelState) -> N
 
 
 def sharded_entries(weights: Mapping[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
-    """Return what a sharded state of a model holds of its parameters, in their order."""
+    """Return the entries of a model's sharded state that hold parameters, in order."""
     return [
         entry
         for entry in nested_values(dict(weights))
@@ -123,9 +123,9 @@ def sharded_entries(weights: Mapping[str, Any]) -> list[ShardedTensor | ShardedT
 
 
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Load what `PlannedShards` has written, resharded to `state`; every rank calls it.
+    """Load a checkpoint of `PlannedShards`, resharded to `state`. Collective.
 
-    Tensors are read into the memory that `state` has for them.
+    Tensors are read into the memory of `state`.
     """
     check_metadata(folder)
     for entry in nested_values(state):
@@ -137,7 +137,7 @@ def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _unless_in_place(whole: Tensor, merge: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    """Merge nothing that was read into `whole`: Megatron would copy the parts of all parameters."""
+    """Skip the merge if the parts were read into `whole`: Megatron would copy every parameter."""
     memory = whole.untyped_storage().data_ptr()
 
     def merged(parts: Any) -> Tensor:
@@ -149,7 +149,7 @@ def _unless_in_place(whole: Tensor, merge: Callable[[Any], Tensor]) -> Callable[
 
 
 class HostCopies:
-    """Host memory for copies of tensors, pinned for those of a GPU, and reused by every save."""
+    """Host memory for copies of tensors, pinned for tensors of a GPU, and reused by every save."""
 
     def __init__(self) -> None:
         self._tensors: dict[Any, Tensor] = {}
@@ -157,9 +157,9 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, key: Any, tensor: Tensor) -> Tensor:
-        """Start a copy of `tensor`, which is complete after `complete`.
+        """Start a copy of `tensor`; `complete` waits for it.
 
-        The next copy with the same `key` overwrites it.
+        The next copy with the same `key` overwrites this one.
         """
         host = self._tensors.get(key)
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
@@ -183,7 +183,7 @@ class PlannedShards:
     def __init__(self, request: AsyncRequest, model: str, host: HostCopies | None) -> None:
         self._finalize = request.finalize_fns
         self._bucket: _Bucket | None = None
-        # nothing to write
+        # This rank has nothing to write.
         if request.async_fn is None:
             return
         self._transforms = request.async_fn.args[0]
@@ -197,17 +197,17 @@ class PlannedShards:
     def write(self, cancelled: threading.Event | None = None) -> None:
         """Write and flush this rank's file.
 
-        Raises the error of the disk, and RunFailed when `cancelled` is set between two tensors.
+        Raises the disk's error, or RunFailed if `cancelled` is set between two tensors.
         """
         if self._bucket is None:
             return
         path, name, (objects, tensors) = self._bucket
 
         def on_host() -> Iterator[Any]:
-            """Copy each tensor when it is written, so that there is one copy at a time."""
+            """Copy each tensor just before it is written, so that only one copy exists."""
             for item, tensor in tensors:
                 if cancelled is not None and cancelled.is_set():
-                    raise RunFailed(f"writing {path} was given up: the run ends")
+                    raise RunFailed(f"writing {path} was cancelled: the run ends")
                 yield item, tensor.cpu()
 
         done: queue.Queue[tuple[int, Any]] = queue.Queue()
@@ -221,18 +221,18 @@ class PlannedShards:
         self._results.put({0: result})
 
     def finish(self) -> None:
-        """Write the metadata. Every rank calls it, after all ranks have written."""
+        """Write the metadata. Collective; call after all ranks have written."""
         with _failures_of_rank_0_at_the_end():
             for step in self._finalize:
                 step()
 
 
 class PendingCheckpoint:
-    """This rank's part of a checkpoint, written by a thread that starts here.
+    """This rank's part of a checkpoint, written by a thread that the constructor starts.
 
-    It is a thread and no process, since a fork can deadlock in a trainer with threads. It calls
-    neither Megatron nor a collective, and releases the interpreter while the disk works.
-    `complete` is called by `finish`.
+    A thread is used rather than a process, since a fork can deadlock in a trainer with threads. The
+    thread calls neither Megatron nor a collective, and releases the GIL during disk writes.
+    `finish` calls `complete`.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class PendingCheckpoint:
         self._seconds: float | None = None
         self._failure: Exception | None = None
         self._cancelled = threading.Event()
-        # A daemon: a disk that hangs must not keep the process.
+        # A daemon thread: a disk that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -259,7 +259,7 @@ class PendingCheckpoint:
         self._seconds = time.perf_counter() - began
 
     def written(self) -> float | None:
-        """The seconds that the writing took; None while it goes on.
+        """The seconds that writing took; None while it is in progress.
 
         Raises RunFailed naming the folder and the reason.
         """
@@ -268,23 +268,24 @@ class PendingCheckpoint:
         return self._seconds
 
     def finish(self) -> None:
-        """Complete the checkpoint, when `written` has returned a number on every rank.
+        """Complete the checkpoint, once `written` has returned a number on every rank.
 
         Collective; call inside `megatron_device`. Raises RunFailed naming folder and reason.
         """
         self._complete()
 
     def cancel(self) -> None:
-        """Stop writing after the current tensor, and wait for that."""
+        """Stop writing after the current tensor, and wait for the thread to end."""
         self._cancelled.set()
         self._thread.join(CHECKPOINT_TENSOR_S)
 
 
 @contextmanager
 def _failures_of_rank_0_at_the_end() -> Iterator[None]:
-    """Raise what fails in `_WRITTEN_BY_RANK_0` when the block ends, and not at once.
+    """Delay errors of the functions in `_WRITTEN_BY_RANK_0` until the block ends.
 
-    Megatron goes on with collectives there, in which the other ranks would wait for rank 0.
+    Megatron calls collectives after those functions, in which the other ranks would wait for rank
+    0.
     """
     failures: list[Exception] = []
 
@@ -292,7 +293,8 @@ def _failures_of_rank_0_at_the_end() -> Iterator[None]:
         def attempt(*args: Any, **options: Any) -> None:
             try:
                 write(*args, **options)
-            except (OSError, RuntimeError) as error:  # torch raises both for a disk
+            # torch raises either for a disk error.
+            except (OSError, RuntimeError) as error:
                 failures.append(error)
 
         return attempt
@@ -305,12 +307,12 @@ def _failures_of_rank_0_at_the_end() -> Iterator[None]:
         raise failures[0]
 
 
-# --- errors of torch, Megatron and the disk, as one line that names the checkpoint ----------------
+# --- errors of torch, Megatron and the disk -------------------------------------------------------
 
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of reading into ModelError: a damaged file may make anything fail."""
+    """Turn any error of reading into ModelError: a damaged file may cause any exception."""
     try:
         yield
     except RlcoreError:
@@ -321,7 +323,7 @@ def read_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of writing into RunFailed, or FailedElsewhere if another rank has the reason."""
+    """Turn errors of writing into RunFailed, or FailedElsewhere if another rank failed."""
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
@@ -330,14 +332,15 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def _is_bystander(error: BaseException) -> bool:
-    """Whether torch only says that some rank failed: rank 0 alone receives the reason."""
+    """Whether torch only reports that another rank failed: only rank 0 receives the reason."""
     return isinstance(error, CheckpointException) and not error.failures
 
 
 def _first_cause(error: BaseException) -> str:
     """The reason in one line.
 
-    torch's CheckpointException carries a traceback of every rank, its unpickler a page of advice.
+    torch's CheckpointException carries a traceback of every rank, and its unpickler's error a page
+    of advice.
     """
     where = ""
     if _is_bystander(error):

@@ -1,7 +1,7 @@
-"""A checkpoint becomes a Hugging Face folder without a model: one parameter after the other.
+"""Conversion of a checkpoint to a Hugging Face folder without a model, one parameter at a time.
 
-It needs no GPU and no process group, and memory for a few times the largest parameter. A checkpoint
-of any layout holds every parameter whole, so the layout does not matter either.
+The conversion needs no GPU and no process group, and memory for a few times the largest parameter.
+A checkpoint of any layout holds every parameter whole, so any layout can be converted.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def checkpoint_to_hf(
     tokenizer: Path | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the policy of a checkpoint as `export_hf` writes a model.
+    """Write the policy of a checkpoint in the format of `export_hf`.
 
     Args:
-        tokenizer: the folder with the tokenizer's files, by default the model's own.
+        tokenizer: the folder with the tokenizer's files; by default the model's folder.
 
     Raises:
         ModelError: the checkpoint is damaged or of another model, or `folder` holds something else.
@@ -60,7 +60,7 @@ def checkpoint_to_hf(
     parameters = _Parameters(checkpoint / _NAME)
     writer = FolderWriter(folder, specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
     remaining = iter(specs)
-    # in the order of `specs`
+    # Entries in the order of `specs`.
     for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
         for tensor in parameters.as_hf(entry, arch):
             spec = next(remaining)
@@ -69,7 +69,7 @@ def checkpoint_to_hf(
 
 
 class _Parameters:
-    """The parameters in one model's folder of a checkpoint, read one by one."""
+    """The parameters in one model's folder of a checkpoint, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,7 +97,7 @@ class _Parameters:
         return unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
 
     def _read(self, megatron: str) -> Tensor:
-        """Read a parameter from all boxes that it is stored as."""
+        """Read a parameter from all of its stored boxes."""
         found = [named for named in _stored_names(megatron) if named[0] in self._stored]
         if not found:
             raise ModelError(f"checkpoint {self._folder}: it holds no {megatron}")
@@ -118,7 +118,7 @@ class _Parameters:
 
 
 class _Into(DefaultLoadPlanner):
-    """Reads everything into one tensor."""
+    """Planner that reads all items into one tensor."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__()
@@ -133,10 +133,10 @@ class _Into(DefaultLoadPlanner):
 
 
 def _stored_names(megatron: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names that a checkpoint may have for a parameter, with its index in that tensor.
+    """Yield the names that a checkpoint may use for a parameter, with its index in that tensor.
 
-    Megatron stacks equal layers into one tensor, and experts always; it stores a norm under the
-    name that it has where the next linear layer contains it.
+    Megatron stacks equal layers into one tensor, and always stacks experts. It stores a norm under
+    the name that the norm has when it is fused into the next linear layer.
     """
     layer = LAYER.match(megatron)
     if layer is None:
