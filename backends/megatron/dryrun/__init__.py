@@ -1,5 +1,5 @@
-"""One rank of a run whose other ranks are not there, and whose tensors have no memory.
+"""One rank of a run, without the other ranks and without memory for tensors.
 
-`rank.rehearse` builds the real backend and runs the phases of a step. docs/dryrun.md says how far
-that goes.
+`rank.rehearse` builds the real backend and runs the phases of a step. docs/dryrun.md describes its
+limits.
 """

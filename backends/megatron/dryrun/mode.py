@@ -1,10 +1,10 @@
 """Floating-point tensors without memory, and integers with values.
 
-Floating-point tensors are torch's meta tensors, which have sizes and nothing else. An operation on
+Floating-point tensors are torch's meta tensors, which have sizes but no values. An operation on
 integers alone runs for real, so that packs, positions, token counts and split sizes have values,
-and nothing that reads them breaks. An operation with a meta tensor gives meta tensors. Collectives
-go to torch's fake group, whose gather copies the own part to every slot: all ranks are like this
-one.
+and code that reads them works. An operation with a meta tensor returns meta tensors. Collectives
+use torch's fake group, whose gather copies the rank's own part to every slot, as if all ranks were
+like this one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FACTORIES = frozenset(
 )  # fmt: skip
 _COUNTING = frozenset({"aten::arange", "aten::randint", "aten::randperm"})
 _LIKE = (torch.empty_like, torch.Tensor.new_zeros, torch.Tensor.new_empty)
-# uint8 tensors from this size on are bytes of weights: they have no memory either
+# uint8 tensors from this size on are bytes of weights, which have no memory either.
 _REAL_BYTES = 1 << 16
 
 
@@ -46,12 +46,13 @@ class MetaFloats(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled: the guard against it would cost more than the mode
+        # Nothing is compiled: torch's guard against compilation would cost more than this mode.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # in a backward pass the modes over functions would be asked about every attribute
+        # In a backward pass the function modes would otherwise see every attribute access.
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, args, kwargs or {})
 
@@ -81,7 +82,8 @@ class MetaFloats(TorchDispatchMode):
         if len(metas) < len(tensors):
             written = _real_written(func, args, kwargs)
             if written is not None:
-                return written  # a number that is not known: the tensor stays as it was
+                # The number has no value: the tensor stays as it was.
+                return written
             args, kwargs = (_as_meta(part) for part in (args, kwargs))
         return self._meta(func, args, kwargs)
 
@@ -107,7 +109,7 @@ class MetaFloats(TorchDispatchMode):
 
 
 class FunctionsOfCuda(TorchFunctionMode):
-    """Functions that would take another way for a fake tensor on a CPU than on CUDA."""
+    """Makes functions take the path of CUDA where fake tensors would take that of the CPU."""
 
     def __init__(self, usage: Usage) -> None:
         super().__init__()
@@ -120,7 +122,8 @@ class FunctionsOfCuda(TorchFunctionMode):
         if func is torch.Tensor.type and args[0].is_meta and len(args) == 1 and not kwargs:
             return str(func(args[0])).replace("torch.meta.", "torch.cuda.")
         if func is torch.tensor and _holds_metas(args[0]):
-            return _stacked(args[0])  # Megatron's norm of the gradients, a list of numbers
+            # Megatron's gradient norm makes a tensor of a list of numbers.
+            return _stacked(args[0])
         if self._is_host(func, args, kwargs):
             with self.usage.on_host():
                 return func(*args, **kwargs)
@@ -129,7 +132,7 @@ class FunctionsOfCuda(TorchFunctionMode):
     def _is_host(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a new tensor is in host memory.
 
-        Only such memory is said to be pinned or not, and only Megatron asks for "cpu" by this name.
+        Only calls for host memory set `pin_memory`, and only Megatron passes "cpu" by name.
         """
         named = isinstance(kwargs.get("device"), str) and kwargs["device"] == "cpu"
         like = func in _LIKE and self.usage.is_host(args[0])
@@ -137,7 +140,7 @@ class FunctionsOfCuda(TorchFunctionMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What CUDA's kernel of an RMSNorm keeps and makes: the input, the weight and 1 / rms."""
+    """The tensors that CUDA's kernel of an RMSNorm saves: the input, the weight and 1 / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -160,12 +163,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @cache
 def _takes_device(func: Any) -> bool:
-    """Whether an operation takes the device of its result."""
+    """Whether an operation has an argument for the device of its result."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def _makes_integers(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether an operation without tensors makes one of integers that have values."""
+    """Whether an operation without tensor arguments makes integers with values."""
     if name not in _FACTORIES:
         return False
     dtype = kwargs.get("dtype")
@@ -179,7 +182,7 @@ def _makes_integers(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _as_meta(value: Any) -> Any:
-    """A nest of arguments whose real tensors are replaced by meta tensors."""
+    """A nest of arguments with meta tensors in place of real tensors."""
     if isinstance(value, Tensor):
         if value.is_meta:
             return value

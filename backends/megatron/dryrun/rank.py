@@ -38,7 +38,7 @@ _Model = Literal["policy", "reference", "teacher", "critic"]
 _SCORED: tuple[_Model, ...] = ("policy", "reference", "teacher", "critic")
 
 
-# vectors that the losses of a policy and of a critic may read
+# Vectors that the losses of a policy and a critic may read.
 _PER_TOKEN = (
     "advantages", "weights", "old_logprobs", "ref_logprobs", "rollout_logprobs", "returns",
     "values",
@@ -51,15 +51,15 @@ class Work:
 
     micro_batches: int
     pack_tokens: int  # over all context-parallel ranks
-    length: int  # tokens of a sequence; the last of a pack is shorter where it must be
-    trainable: int  # of those
-    siblings: int = 1  # sequences that share all tokens but those
+    length: int  # tokens of a sequence; the last of a pack may be shorter
+    trainable: int  # trainable tokens of a sequence
+    siblings: int = 1  # sequences that share all tokens except the trainable ones
 
     @property
     def sequences(self) -> list[tuple[list[int], int]]:
-        """The tokens of each sequence of one pack, all different ones, and how many are trainable.
+        """The distinct tokens of each sequence of one pack, and how many of them are trainable.
 
-        What the last whole ones leave belongs to a shorter one, as large a share of it trainable.
+        A shorter sequence with the same share of trainable tokens fills the rest of the pack.
         """
         found: list[tuple[list[int], int]] = []
         own = self._trainable(self.length)
@@ -80,7 +80,7 @@ class Work:
 
 
 class RankBatch(LocalBatch):
-    """A `LocalBatch` that no other rank took part in making."""
+    """A `LocalBatch` that is made without other ranks."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RankBatch(LocalBatch):
         """Make the batch.
 
         Args:
-            routed: (layers with experts, experts of a token) of the engine's records, if there are.
+            routed: (layers with experts, experts per token) of the engine's records, if any.
         """
         sequences = work.sequences * work.micro_batches
         own = [len(tokens) for tokens, _ in sequences]
@@ -114,7 +114,8 @@ class RankBatch(LocalBatch):
         borders = range(0, len(own) + 1, len(own) // work.micro_batches)
         self.minibatches = [LocalMinibatch(borders, len(mask) * parallel.dp_size)]
         self._parallel = parallel
-        self._device = torch.device("meta")  # integers stay where they are
+        # `MetaFloats` keeps integers in real memory.
+        self._device = torch.device("meta")
         self._pad_multiple = pad_multiple
         self._share_prefixes = work.siblings > 1
         self._shard_map = None
@@ -124,15 +125,15 @@ class RankBatch(LocalBatch):
 
 @dataclass
 class RankReport:
-    """What one rank needs and does."""
+    """The memory and communication of one rank."""
 
     rank: int
     stage: int
-    parameters: dict[str, int] = field(default_factory=dict)  # model -> number
+    parameters: dict[str, int] = field(default_factory=dict)  # model -> number of parameters
     bytes: dict[str, int] = field(default_factory=dict)  # "policy weights" -> bytes
     phases: Mapping[str, Phase] = field(default_factory=dict)
     buckets: tuple[int, int] = (0, 0)  # of a publication: number, bytes
-    checkpoint: tuple[int, int] = (0, 0)  # that this rank writes: tensors, bytes
+    checkpoint: tuple[int, int] = (0, 0)  # written by this rank: tensors, bytes
     seconds: float = 0.0
     operations: int = 0
 
@@ -150,12 +151,12 @@ def rehearse(
     """Run the phases of a step as one rank of `world`.
 
     Args:
-        passes: the models that the run builds, and those that it scores.
+        passes: the models that the run builds, and the models that it scores.
         work: the rank's micro-batches.
-        skew: how many times the even share of tokens this rank's experts get.
-        everywhere: a publication brings the buckets to all ranks.
+        skew: the share of tokens for this rank's experts, as a multiple of the even share.
+        everywhere: a publication sends the buckets to all ranks.
 
-    Raises ConfigError or ModelError for what does not fit, naming the key.
+    Raises ConfigError or ModelError naming the key if the configuration does not fit.
     """
     began = time.perf_counter()
     usage = Usage()
@@ -222,7 +223,7 @@ def _run(
 def _update(backend: MegatronBackend, usage: Usage) -> None:
     """Forward, backward and the optimizer step of each trained model, as `backend.update` does.
 
-    `backend.update` would also share the metrics of the ranks, which are not there.
+    `backend.update` would also merge metrics with the other ranks, which do not exist.
     """
     batch = backend._batch
     for name, model in backend._trained.items():
@@ -265,7 +266,7 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
-    """The tensors that this rank would write, of all that its models hold."""
+    """The number and bytes of the tensors that this rank would write to a checkpoint."""
     with backend._all_on_device():
         states = [
             _sharded_state(saved, backend.parallel, optimizer=True) for saved in backend._saved

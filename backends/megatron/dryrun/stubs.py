@@ -1,4 +1,4 @@
-"""The stubs for peers, weights and CUDA of a dry run, in one context manager."""
+"""The stubs of a dry run for peers, weights and CUDA, in one context manager."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlcore.algorithms import types
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.planning.memory import padded_vocab_size
 
-# what a dry run cannot know, and leaves out of its bytes
+# Memory that a dry run cannot know and does not count.
 LEFT_OUT = (
     "CUDA's context, workspaces of kernels, NCCL's buffers, fragments of the allocator",
     "Transformer Engine's layers: these are Megatron's own",
@@ -43,7 +43,7 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of the world, in Megatron's order "tp-cp-ep-dp-pp", and what they would answer."""
+    """The ranks of the world, in Megatron's order "tp-cp-ep-dp-pp", and their answers."""
 
     parallel: ParallelConfig
     world: int
@@ -82,7 +82,7 @@ class Peers:
         return found
 
     def padded_vocab(self, exporter: Any) -> int:
-        """The rows of the vocabulary, which stages without it learn from the others."""
+        """The rows of the padded vocabulary, which real stages agree on by communication."""
         return padded_vocab_size(
             exporter.arch.vocab_size, self.vocab_divisible_by, self.parallel.tensor
         )
@@ -116,7 +116,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
     """Inside, this process is one rank of many, and floating-point tensors have no memory.
 
     Args:
-        skew: how many times the even share of tokens this rank's experts get.
+        skew: the share of tokens for this rank's experts, as a multiple of the even share.
     """
     devices = dist.Backend.backend_capability["fake"]
     devices.append(META.type)
@@ -140,25 +140,26 @@ def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, st
     return [
         (dist, "new_group", _fake_group(dist.new_group)),
         (MoELayer, "route", _routed(MoELayer.route, skew)),
-        # Megatron keeps it in the class, without memory here, where a later run would find it
+        # Megatron keeps this tensor in the class, where a later run would find it without memory.
         (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
         (OffloadedTensors, "_acquire", _measured(OffloadedTensors._acquire, usage)),
         (OffloadedTensors, "_release", _measured(OffloadedTensors._release, usage)),
-        # in this thread, where the modes are
+        # These answer without communication.
         (WeightExporter, "_gather_coordinates", lambda exporter: peers.of_exporter()),
         (WeightExporter, "_agree_on_vocab", lambda exporter, rows: peers.padded_vocab(exporter)),
         (WeightExporter, "_find_sources", lambda exporter: peers.sources(exporter)),
         (F, "scaled_dot_product_attention", _efficient_attention),
-        # it compares devices, and integers are not where the rest is
+        # The check compares devices, and integers are on another device than floats here.
         (types, "_check_record", lambda record, **sizes: None),
-        # the contents of a storage, which a copy to the host or back would read
+        # A copy to the host or back would read the contents of a storage.
         (offload, "_as_bytes", lambda storage, device: _bytes_like(storage)),
+        # The modes are active in this thread alone.
         (export, "prefetched", lambda make, items, device: map(make, items)),
     ]
 
 
 def _fake_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """Make every group a fake one, Megatron's gloo groups too."""
+    """Make every group a fake group, including Megatron's gloo groups."""
 
     def call(ranks: Any = None, *args: Any, group_desc: Any = None, **options: Any) -> Any:
         return new_group(ranks, backend="fake", group_desc=group_desc)
@@ -167,7 +168,7 @@ def _fake_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _routed(route: Callable[..., Any], skew: float) -> Callable[..., Any]:
-    """Let the router compute, and give a choice that has values."""
+    """Let the router compute, but return a choice with values."""
 
     def call(layer: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         probs, chosen = route(layer, *args, **options)
@@ -185,9 +186,9 @@ def _routed(route: Callable[..., Any], skew: float) -> Callable[..., Any]:
 def assumed_choice(tokens: int, experts: int, topk: int, own: range, skew: float) -> Tensor:
     """Return a choice of `topk` different experts a token: bool [tokens, experts].
 
-    Each expert in `own` gets `skew` times the even share of the tokens, the others the rest evenly.
-    Systematic sampling: the shares are laid end to end, and a token takes the experts at the points
-    u, u + 1, ... for a u of its own; no share is longer than 1, so they differ.
+    Each expert in `own` gets `skew` times the even share of the tokens; the others share the rest
+    evenly. This is systematic sampling: the shares are laid end to end, and a token with offset u
+    takes the experts at u, u + 1, ...; no share is longer than 1, so these experts differ.
     """
     even = topk / experts
     shares = torch.full((experts,), even, dtype=torch.float64)
@@ -195,7 +196,7 @@ def assumed_choice(tokens: int, experts: int, topk: int, own: range, skew: float
         shares[own.start : own.stop] = skew * even
         shares[shares == even] = (topk - skew * even * len(own)) / (experts - len(own))
     ends = shares.cumsum(0)
-    # spread over the tokens, so that every sequence and every slice of the pack is alike
+    # Spread the offsets over the tokens, so that all sequences and slices of the pack are alike.
     starts = (torch.arange(tokens, dtype=torch.float64) * 0.6180339887498949) % 1
     starts = (starts.argsort().argsort() + 0.5) / tokens
     points = starts[:, None] + torch.arange(topk)
@@ -207,10 +208,11 @@ def _efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool,
     scale: float, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """Call the kernel that CUDA has for single precision; without memory torch takes another."""
+    """Call CUDA's kernel for single precision; torch chooses another for meta tensors."""
     if enable_gqa:
-        raise ValueError("the kernel takes as many heads of keys as of queries")
-    if attn_mask is not None:  # torch makes a bias of it, a row for each head
+        raise ValueError("the kernel needs as many heads of keys as of queries")
+    # torch turns the mask into a bias with a row for each head.
+    if attn_mask is not None:
         sizes = (*query.shape[:3], key.size(2))
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype, device=META).expand(sizes)
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -224,7 +226,7 @@ def _bytes_like(storage: UntypedStorage) -> Tensor:
 
 
 def _measured(move: Callable[..., None], usage: Usage) -> Callable[..., None]:
-    """Take sizes again after storages were resized, which is no operation."""
+    """Measure sizes again after storages are resized: the modes do not see a resize."""
 
     def call(tensors: OffloadedTensors) -> None:
         move(tensors)

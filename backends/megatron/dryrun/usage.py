@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 _OURS = ("/backends/megatron/", "/megatron/core/", "/rlcore/")
-_NOT_A_PLACE = (
+_SKIPPED = (
     "/megatron/dryrun/",
     "/megatron/cpu/shim.py",
     "/rlcore/cli.py",
@@ -38,12 +38,12 @@ class Phase:
     peak: Peak
     # (group, operation) -> [calls, bytes of the largest tensor of each call]
     collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    # fake numbers that the host asked for, by place: each makes a GPU wait
+    # Source line -> reads of fake numbers by the host, for each of which a GPU would wait.
     reads: Counter[str] = field(default_factory=Counter)
 
 
 class _Watch(weakref.ref[UntypedStorage]):
-    """A weak reference to a storage that knows its key."""
+    """A weak reference to a storage, with the storage's key."""
 
     __slots__ = ("key",)
     key: int
@@ -86,7 +86,7 @@ class Usage:
         return tensor.untyped_storage()._cdata in self._host
 
     def add(self, tensor: Tensor, operation: str) -> None:
-        """Count the storage of a tensor, unless it is known with this size."""
+        """Count the storage of a tensor, unless it is already counted with this size."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -105,10 +105,10 @@ class Usage:
         if self.live > self._phase.peak.bytes:
             dtype = str(tensor.dtype).removeprefix("torch.")
             what = f"{operation} {list(tensor.shape)} {dtype}"
-            self._phase.peak = Peak(self.live, what, place())
+            self._phase.peak = Peak(self.live, what, location())
 
     def measure_again(self) -> None:
-        """Take the present sizes of all storages: no operation reports a resize."""
+        """Update the sizes of all storages: no operation reports a resize."""
         for key, watch in list(self._watches.items()):
             storage = watch()
             if storage is not None and key in self._sizes:
@@ -116,7 +116,7 @@ class Usage:
                 self.live += size - self._sizes[key]
                 self._sizes[key] = size
         if self.live > self._phase.peak.bytes:
-            self._phase.peak = Peak(self.live, "onload", place())
+            self._phase.peak = Peak(self.live, "onload", location())
 
     def _gone(self, watch: weakref.ref[UntypedStorage]) -> None:
         assert isinstance(watch, _Watch)
@@ -125,14 +125,14 @@ class Usage:
         self._watches.pop(watch.key, None)
 
     def add_collective(self, group: str, operation: str, num_bytes: int) -> None:
-        """Count one call."""
+        """Count one call of a collective."""
         entry = self._phase.collectives.setdefault((group, operation), [0, 0])
         entry[0] += 1
         entry[1] += num_bytes
 
     def add_read(self) -> None:
         """Count a number that the host read from the device."""
-        self._phase.reads[place()] += 1
+        self._phase.reads[location()] += 1
 
 
 def storage_bytes(tensors: Iterator[Tensor]) -> int:
@@ -140,17 +140,17 @@ def storage_bytes(tensors: Iterator[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def place() -> str:
-    """Return the innermost line of the project or of Megatron that the interpreter is in.
+def location() -> str:
+    """Return the innermost line of the project or of Megatron on the stack.
 
-    Inside a backward pass of torch itself there is none: then it is the name of the graph's node.
+    Inside a backward pass the name of the graph's node comes first, and alone without such a line.
     """
     found: list[str] = []
     node = torch._C._current_autograd_node()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not found:
         path = frame.f_code.co_filename
-        if any(part in path for part in _OURS) and not any(part in path for part in _NOT_A_PLACE):
+        if any(part in path for part in _OURS) and not any(part in path for part in _SKIPPED):
             short = next(path.split(part)[-1] for part in _OURS if part in path)
             found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
