@@ -1,7 +1,7 @@
 """Packed (`thd`) causal self-attention without Transformer Engine, rotary positions, and RMSNorm.
 
-A pack is T tokens of several sequences, one behind the other, or a context-parallel rank's share of
-them (`PackLayout`).
+A pack is T tokens of several concatenated sequences, or a context-parallel rank's share of them
+(`PackLayout`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.elementwise import rotate
 from backends.megatron.model.merged_attention import merged_attention
 
-# From so many copies of keys for each token of the pack on, and so many tokens in a prefix, merging
-# is the faster way (benchmarks/prefixes.py).
+# Merging is faster from this many copied keys for each token of the pack on, and from this many
+# tokens in a prefix (benchmarks/prefixes.py).
 MERGED_FROM = 3.0
 LONG_PREFIX = 256
 # The same for the variable-length kernel (section "sharing" of benchmarks/gpu.sh, on an H100).
@@ -35,8 +35,8 @@ MERGED_FROM_VARLEN = 4.0
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Writes the rotary angles of a pack into its `PackedSequences`.
 
-    GPTModel asks for a length and passes it to `forward`. Here the packed sequences take the way of
-    the length.
+    GPTModel asks for a length and passes it to `forward`. Here the packed sequences are passed in
+    place of the length.
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     ) -> None:
         """Compute the angles of each token at its position inside its sequence."""
         assert packed.layout is not None
-        # [longest, 1, 1, d], its halves equal
+        # [longest, 1, 1, d] with equal halves.
         emb: Tensor = self.get_emb(packed.layout.longest)
         angles = emb[..., : emb.size(-1) // 2]
         packed.cos, packed.sin = (
@@ -64,7 +64,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 class CoreAttention(MegatronModule):
     """Core attention over a pack of rotated queries and keys.
 
-    On CUDA in half precision it calls a variable-length kernel, else it makes a few batched,
+    On CUDA in half precision it calls a variable-length kernel, otherwise it makes a few batched,
     right-padded calls. Context-parallel ranks gather keys and values.
     """
 
@@ -102,7 +102,7 @@ class CoreAttention(MegatronModule):
 
 
 class PackedAttention(CoreAttention):
-    """Core attention that rotates q and k first, by the angles that came with the pack."""
+    """Core attention that first rotates q and k by the angles of the pack."""
 
     def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Rotate q and k, then attend."""
@@ -112,41 +112,42 @@ class PackedAttention(CoreAttention):
 
 
 def merges(layout: PackLayout, device: torch.device, *, same_heads: bool, varlen: bool) -> bool:
-    """Whether a pack's prefixes are attended to apart: where copying their keys would cost more.
+    """Whether to attend to a pack's prefixes separately, as copying their keys would cost more.
 
     Args:
-        same_heads: queries and values have heads of one size, which the kernels ask for.
-        varlen: by the variable-length kernel of CUDA.
+        same_heads: queries and values have heads of one size, as the kernels require.
+        varlen: use CUDA's variable-length kernel.
     """
     if layout.prefixes is None or not same_heads:
         return False
     copies = len(layout.prefixes.slots)
     if varlen:
         return copies >= MERGED_FROM_VARLEN * sum(layout.lengths)
-    if kernel_type(device) != "cpu":  # single precision on CUDA: torch has no kernel for the parts
+    # For single precision on CUDA torch has no kernel that returns the parts' log-sum-exps.
+    if kernel_type(device) != "cpu":
         return False
     behind = int(layout.prefixes.counts.count_nonzero())
     return copies >= MERGED_FROM * sum(layout.lengths) and copies >= LONG_PREFIX * behind
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's variable-length flash attention serves this device and dtype."""
+    """Whether torch's variable-length flash attention supports this device and dtype."""
     return kernel_type(device) == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's kernel. Its import takes the compiler along, so it happens on CUDA alone."""
+    """torch's kernel. Its import also imports the compiler, so it is only imported on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     _activate_flash_attention_3()
-    # Before torch 2.12 it takes fewer heads of keys without the option.
+    # Before torch 2.12 the kernel takes fewer heads of keys without the option.
     takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return partial(varlen_attn, enable_gqa=True) if takes_option else varlen_attn
 
 
 def _activate_flash_attention_3() -> None:
-    """Let torch call FlashAttention 3 where its package is installed and the GPU is a Hopper."""
+    """Let torch call FlashAttention 3 if its package is installed and the GPU is a Hopper."""
     kernels = torch.nn.attention
     if (
         importlib.util.find_spec("flash_attn_interface") is not None
@@ -166,12 +167,12 @@ def varlen_attention(
     outputs: list[Tensor] = []
     width = value.size(-1)
     narrow = query.size(-1) - value.size(-1)
-    value = F.pad(value, (0, narrow)) if narrow else value  # the kernel knows one size of head
+    # The kernel supports one head size: pad the values to the size of the queries.
+    value = F.pad(value, (0, narrow)) if narrow else value
     for chunk in layout.chunks.parts:
         q = query if chunk.queries is None else query.index_select(0, chunk.queries)
         k, v = (x if chunk.keys is None else x.index_select(0, chunk.keys) for x in (key, value))
-        # (-1, 0) is causal, aligned to the end of the keys where there are more of them than
-        # queries.
+        # (-1, 0) is causal, aligned to the end of the keys if there are more keys than queries.
         out = _varlen_attention()(
             q,
             k,
@@ -191,7 +192,7 @@ def varlen_attention(
 def bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
 ) -> Tensor:
-    """Causal attention inside each sequence of a pack by a batched call a bucket.
+    """Causal attention inside each sequence of a pack by one batched call per bucket.
 
     Returns [T, heads * d_v].
     """
@@ -207,11 +208,11 @@ def bucketed_attention(
             for x, index in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
         )
         if heads != groups and kernel_type(q.device) == "cuda":
-            # Of torch's kernels for single precision the one that takes fewer heads of keys keeps
-            # the scores of all pairs.
+            # torch's only kernel for single precision that takes fewer heads of keys stores the
+            # scores of all pairs.
             k, v = (x.repeat_interleave(heads // groups, 2) for x in (k, v))
         seen = None
-        # runs of queries that begin in the middle of their sequence
+        # Some runs of queries begin in the middle of their sequence.
         if bucket.before is not None:
             last = bucket.before + torch.arange(q.size(1), device=q.device)[:, None]
             # [b, 1, queries, keys]
@@ -231,7 +232,7 @@ def bucketed_attention(
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with Megatron's mark: its gradient is summed over TP where SP is on."""
+    """torch's RMSNorm with Megatron's mark, by which SP sums the weight's gradient over TP."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -1,6 +1,6 @@
-"""Rotary embedding and gated activation with backward passes of their own.
+"""Rotary embedding and gated activation with custom backward passes.
 
-They read and write the activations less often than autograd's.
+These read and write the activations less often than autograd's backward passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None  # a rotation's transpose turns back
+        # The transpose of a rotation is the inverse rotation.
+        return _rotated(grad, cos, -sin), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,5 +96,5 @@ class SwiGLU(nn.Module):
         return activated
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return nothing: Megatron's MLP asks each of its parts, and this one has no weights."""
+        """Return an empty dictionary: the module has no weights, but Megatron's MLP calls this."""
         return {}

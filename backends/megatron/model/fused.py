@@ -1,7 +1,7 @@
-"""Functions over tensors that torch's compiler makes into one kernel on CUDA.
+"""Functions over tensors that torch's compiler fuses into one kernel on CUDA.
 
-A chain of operations over a large tensor then reads and writes it once. Where the compiler cannot
-work, a function runs operation by operation: same values, up to rounding.
+A chain of operations over a large tensor then reads and writes it once. If the compiler does not
+work, a function runs operation by operation, with the same values up to rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 def fuses(device: torch.device) -> bool:
     """Whether functions over tensors of `device` are compiled.
 
-    Not in a deterministic run: the compiler times several forms of a kernel, whose sums differ in
-    their order.
+    A deterministic run compiles nothing: the compiler chooses by time between forms of a kernel
+    that sum in different orders.
     """
     return (
         device.type == "cuda"
@@ -34,7 +34,7 @@ def fuses(device: torch.device) -> bool:
 
 @cache
 def why_not() -> str | None:
-    """What the compiler lacks here; None: nothing."""
+    """The reason why the compiler does not work here; None if it works."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or os.environ.get("TORCHDYNAMO_DISABLE"):
         return "torch.compile is switched off by the environment"
     if importlib.util.find_spec("triton") is None:
@@ -46,7 +46,7 @@ def why_not() -> str | None:
 
 
 def fused_kernels(device: torch.device) -> str:
-    """Whether the head and the activation are compiled on `device`, or why not."""
+    """A line that says whether head and activation are compiled on `device`, or why not."""
     if fuses(device):
         return "head and activation fused by torch.compile"
     reason = why_not() or "the run is deterministic"
@@ -56,9 +56,9 @@ def fused_kernels(device: torch.device) -> str:
 class Fused:
     """A function of tensors that is compiled at its first call.
 
-    Ask `fuses` before a call: on other devices it is better written with memory that is used again.
-    A kernel serves tensors of all sizes, or, made by `over_rows`, of one width each: knowing it,
-    it is up to three times as fast where tensors are parts of others.
+    Check `fuses` before a call: on other devices, code that reuses memory is better. A kernel
+    serves tensors of all sizes; a kernel of `over_rows` serves one width, and is up to three times
+    as fast on tensors that are parts of others.
     """
 
     def __init__(self, function: Callable[..., Any], *, rows_only: bool = False) -> None:
@@ -68,15 +68,15 @@ class Fused:
 
     @classmethod
     def over_rows(cls, function: Callable[..., Any]) -> Fused:
-        """Make kernels for tensors of which the first size alone changes."""
+        """Make kernels for tensors that differ only in their first size."""
         return cls(function, rows_only=True)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it; where the compiler fails, say so once and go on without it."""
+        """Call the function; if the compiler fails, log that once and continue without it."""
         if self._chosen is None:
             import torch._inductor.config as inductor
 
-            # the kernels are few, and every rank would start its own workers
+            # There are few kernels, and every rank would start its own workers.
             inductor.compile_threads = 1
             self._chosen = torch.compile(self._plain, dynamic=not self._rows_only)
         if self._rows_only and self._chosen is not self._plain:

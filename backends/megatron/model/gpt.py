@@ -68,14 +68,14 @@ def transformer_config(
         "pipeline_dtype": torch_dtype,
         "bf16": torch_dtype == torch.bfloat16,
         # `perform_initialization` stays on: without it weights have no tensor-parallel mark, and
-        # all ranks but the first leave them out of the gradient norm. Zeros also fill the rows that
-        # pad the vocabulary.
+        # all ranks but the first leave them out of the gradient norm. The rows that pad the
+        # vocabulary must be zero as well.
         **dict.fromkeys(INIT_METHODS, nn.init.zeros_),
         "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,
-        # Batched p2p is ambiguous where two stages exchange several chunks (PP 2 with VPP): wrong
-        # gradients.
+        # Batched p2p is ambiguous if two stages exchange several chunks (PP 2 with VPP), and the
+        # gradients come out wrong.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved,
@@ -92,11 +92,11 @@ def transformer_config(
 
 
 class PackModel(GPTModel):
-    """A GPTModel over packs, whose last stage returns what `head` makes of its `labels`."""
+    """A GPTModel over packs, whose last stage returns the results of `head` for its `labels`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # with latent attention each layer has its own
+        # With latent attention each layer has its own rotary embedding.
         if not self.config.multi_latent_attention:
             self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
 
@@ -114,7 +114,7 @@ class PackModel(GPTModel):
 
 
 class PolicyModel(PackModel):
-    """A language model: (logprobs [M], entropy [M] or None)."""
+    """A language model; its output is (logprobs [M], entropy [M] or None)."""
 
     def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -123,14 +123,14 @@ class PolicyModel(PackModel):
             self.output_layer.__class__ = LogprobHead
 
     def head(self, hidden: Tensor, targets: Targets) -> Any:
-        """Call the output layer, with the embedding as its weight where they are tied."""
+        """Call the output layer, with the embedding as its weight if they are tied."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
         return self.output_layer(hidden, targets, self.true_vocab_size, weight)
 
 
 class ValueModel(PackModel):
-    """A model with a value head instead of an output layer: values [M], in fp32."""
+    """A model with a value head; its output is values [M], in fp32."""
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(*args, share_embeddings_and_output_weights=False, **kwargs)
@@ -159,7 +159,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Build this rank's model chunks on the device: one, or one per virtual stage.
 
-    All weights are 0 but norms and the value head. Collective where embedding and head are tied
+    All weights are 0 except norms and the value head. Collective if embedding and head are tied
     over pipeline stages.
     """
     virtual = config.virtual_pipeline_model_parallel_size
@@ -179,8 +179,8 @@ def build_chunks(
             vp_stage=vp_stage,
             **(arch.rope_scaling or {}),
         )
-        # With `gradient_accumulation_fusion` Megatron's output layer asks for Apex's kernel. Our
-        # head in its place does not use it.
+        # With `gradient_accumulation_fusion` Megatron's output layer requires Apex's kernel, which
+        # our head does not use.
         with replaced(tensor_parallel_layers, "_grad_accum_fusion_available", True):
             if value_head:
                 chunk: GPTModel = ValueModel(**common, seed=seed)
@@ -191,13 +191,13 @@ def build_chunks(
                     true_vocab_size=arch.vocab_size,
                 )
         keep_no_graphs(chunk)
-        # `to`: a router makes its weight on the CPU
+        # A router makes its weight on the CPU.
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:
-    """Wrap the chunks: in bf16 behind Megatron's wrapper, whose last stage returns fp32."""
+    """Wrap chunks in bf16 in Megatron's Float16Module, whose last stage returns fp32."""
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
 
 
@@ -211,17 +211,17 @@ def with_gradients(
     """Wrap the chunks in Megatron's DDP, which sums fp32 gradients over the data-parallel ranks.
 
     Parameters are always gathered before the optimizer step ends, since publication and scoring
-    read them right away.
+    read them immediately.
 
     Args:
-        overlap: sum bucket by bucket, as the backward pass of the last micro-batch fills them. The
-            schedule gets to know which micro-batch is the last.
+        overlap: sum each bucket when the backward pass of the last micro-batch has filled it. The
+            schedule marks the last micro-batch by `no_sync_func`.
     """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=overlap,
-        # a non-finite norm skips the step instead of ending the run
+        # A non-finite norm skips the step instead of ending the run.
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )

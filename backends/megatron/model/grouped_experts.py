@@ -1,4 +1,4 @@
-"""Experts as grouped matmuls, one for all experts of a rank, without Transformer Engine."""
+"""Experts as one grouped matmul for all experts of a rank, without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from backends.megatron.cpu.kernels import is_hopper, kernel_type
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts, with the same parameters, computed together where a kernel does it.
+    """Megatron's experts, with the same parameters, computed together if a kernel supports it.
 
-    Elsewhere they run one by one, as Megatron's do.
+    Otherwise they run one by one, like Megatron's.
     """
 
     def forward(
@@ -40,7 +40,8 @@ class GroupedExperts(SequentialMLP):
 def groups_matmuls(experts: SequentialMLP, hidden: Tensor) -> bool:
     """Whether torch has a grouped matmul for these experts.
 
-    It is Hopper's, for bf16 rows of a multiple of 16 bytes. Nothing says that it is deterministic.
+    torch's kernel is for Hopper, and for bf16 rows of a multiple of 16 bytes. It is not documented
+    to be deterministic.
     """
     sizes = experts.local_experts[0].linear_fc2.weight.shape
     return (
@@ -56,8 +57,8 @@ def groups_matmuls(experts: SequentialMLP, hidden: Tensor) -> bool:
 class _GroupedLinear(torch.autograd.Function):
     """x [T, in], sorted by expert, times each expert's weight [out, in] -> [T, out].
 
-    The weights lie in storages of their own and are joined for each product. Saving them joined
-    would hold a second copy of every layer's experts.
+    The weights lie in separate storages and are joined for each product. Saving the joined weights
+    would keep a second copy of every layer's experts.
     """
 
     @staticmethod
@@ -76,5 +77,6 @@ class _GroupedLinear(torch.autograd.Function):
         d_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind()
         for count, d_weight in zip(ctx.counts, d_weights):
             if not count:
-                d_weight.zero_()  # a kernel may leave the product of no rows unwritten
+                # A kernel may leave the product of zero rows unwritten.
+                d_weight.zero_()
         return (d_x, None, None, *d_weights)

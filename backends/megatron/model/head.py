@@ -1,11 +1,11 @@
 """The heads of the models: log-probs and entropy, or values, at trainable positions.
 
 Log-probs and entropy of hidden states under a vocabulary-parallel output layer are computed tile by
-tile. A tile is some rows times some columns of the logits, small enough for the caches and square
-enough for the matmuls. The forward pass keeps three running sums a row, the backward pass computes
-each tile again. Two small all-reduces give the softmax over all tensor-parallel ranks, however many
-tiles there are. Columns that Megatron added to pad the vocabulary, and columns outside a row's
-sampling mask, take no part in softmax, entropy or gradient.
+tile. A tile is a block of the logits, small enough for the caches and square enough for the
+matmuls. The forward pass keeps three running sums per row; the backward pass computes each tile
+again. Two small all-reduces give the softmax over all tensor-parallel ranks, for any number of
+tiles. Columns that Megatron added to pad the vocabulary, and columns outside a row's sampling mask,
+take no part in softmax, entropy or gradient.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class HeadOptions:
     """Options of the output layer."""
 
     temperature: float  # log-probs are those of logits / temperature
-    # logits that exist at one time; by default `default_chunk_elements` of the device
+    # Logits in memory at one time; None: `default_chunk_elements` of the device.
     chunk_elements: int | None
     entropy: bool = True  # whether to compute the entropy
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The micro-batch whose M targets on this rank are predicted, and how."""
+    """The micro-batch whose M targets on this rank are predicted, and the options."""
 
     micro: MicroBatch
     options: HeadOptions
@@ -52,8 +52,8 @@ class Targets:
 class LogprobHead(ColumnParallelLinear):
     """Megatron's output layer with another `forward`.
 
-    It is called as a module, since Megatron's DDP waits for gathered parameters in a pre-forward
-    hook. Names and sharding of its state are those of the stock layer.
+    Call it as a module, since Megatron's DDP waits for gathered parameters in a pre-forward hook.
+    Its state has the names and sharding of the stock layer.
     """
 
     def forward(  # type: ignore[override]
@@ -63,18 +63,19 @@ class LogprobHead(ColumnParallelLinear):
 
         Args:
             hidden: [T, 1, H], or its sequence-parallel share.
-            weight: the shared embedding where the model ties its head, else the layer's own.
+            weight: the shared embedding if the model ties its head; otherwise the layer's own.
         """
         assert self.bias is None, "an output layer with a bias is not supported"
         assert hidden.size(1) == 1, "packed input has a batch dimension of 1"
         micro = targets.micro
-        # the backward of the gather is the reduce-scatter of the ranks' parts
+        # The backward of the gather is a reduce-scatter of the ranks' parts.
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
             )
             rows = hidden[:, 0].index_select(0, micro.target_index)
-        else:  # index first: the backward then all-reduces [M, H], not [T, H]
+        else:
+            # Index first, so that the backward all-reduces [M, H] instead of [T, H].
             rows = copy_to_tensor_model_parallel_region(
                 hidden[:, 0].index_select(0, micro.target_index), group=self.tp_group
             )
@@ -96,8 +97,8 @@ class ValueHead(nn.Module):
 
     Its weight is initialised with std 1 / sqrt(hidden + 1), the same on every rank. Values are
     computed in fp32 on the rank's own share of the tokens, so that under sequence parallelism only
-    [T] is gathered. The weight's gradient is then partial on every rank; Megatron sums it because
-    of the mark on the weight.
+    [T] is gathered. The weight's gradient is then partial on every rank; the mark on the weight
+    makes Megatron sum it.
     """
 
     def __init__(self, config: Any, tp_group: ProcessGroup, *, seed: int) -> None:
@@ -107,7 +108,8 @@ class ValueHead(nn.Module):
             torch.randn(1, config.hidden_size, generator=generator)
             * (config.hidden_size + 1) ** -0.5
         )
-        device = torch.cuda.current_device()  # the CPU inside `megatron_device("cpu")`
+        # Inside `megatron_device("cpu")` this is the CPU.
+        device = torch.cuda.current_device()
         self.weight = nn.Parameter(initial.to(device=device, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.sequence_parallel = config.sequence_parallel
@@ -119,7 +121,7 @@ class ValueHead(nn.Module):
         `hidden` is [T, 1, H], or its sequence-parallel share.
         """
         values = (hidden[:, 0].float() @ self.weight.float().t())[:, 0]
-        # all ranks go on with the same values: the backward takes the own share, without a sum
+        # All ranks compute the same loss, so the backward takes the rank's share without a sum.
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
@@ -131,8 +133,8 @@ class ValueHead(nn.Module):
 
 
 ALIGNED = 128  # columns
-FUSED_ELEMENTS = 1 << 26  # of a tile by default, where it has no copy in fp32
-# the logit of a masked column: finite, since 0 * -inf would be NaN in the entropy
+FUSED_ELEMENTS = 1 << 26  # default elements of a tile without a copy in fp32
+# The logit of a masked column; finite, since 0 * -inf would be NaN in the entropy.
 _NO_COLUMN = -1e20
 
 
@@ -150,16 +152,16 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (logprobs [M], entropy [M] or None), in fp32 or wider.
 
-    Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with
-    `sampling_mask` over the columns of a row's mask alone, renormalised. The gradient of `hidden`
-    is this rank's part: the caller's region op sums it over `tp`.
+    The distribution is softmax(hidden @ weight.T / temperature) over the first `vocab_size`
+    columns; with `sampling_mask`, over only the columns of a row's mask, renormalised. The gradient
+    of `hidden` is this rank's part, which the caller's region op sums over `tp`.
 
     Args:
         hidden: [M, H].
         weight: [V/tp, H].
         tokens: int64 [M].
         sampling_mask: on the device of `hidden`.
-        tile_elements: logits that exist at one time; by default `default_chunk_elements`.
+        tile_elements: logits in memory at one time; by default `default_chunk_elements`.
     """
     default = default_chunk_elements(kernel_type(hidden.device))
     elements = tile_elements or (FUSED_ELEMENTS if fuses(hidden.device) else default)
@@ -171,17 +173,17 @@ def fused_logprobs(
 
 @dataclass(frozen=True)
 class _Shard:
-    """The part of the vocabulary that this rank holds, and options of the softmax."""
+    """The part of the vocabulary on this rank, and options of the softmax."""
 
-    first: int  # token of its first column
-    live: int  # number of its columns that are real tokens
+    first: int  # token of the first column
+    live: int  # number of columns that are real tokens
     temperature: float
-    elements: int  # of a tile, at most
+    elements: int  # at most this many in a tile
     sampling_mask: BatchSamplingMasks | None
 
 
 class _Tiles:
-    """The logits of one shard, one tile at a time, in memory that every tile uses again."""
+    """The logits of one shard, one tile at a time, in memory that all tiles share."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, shard: _Shard) -> None:
         self.hidden = hidden
@@ -191,7 +193,7 @@ class _Tiles:
         rows = hidden.size(0)
         live = shard.live
         width = max(isqrt(2 * shard.elements), shard.elements // max(rows, 1), 1)
-        # a matmul whose rows begin off such a border is several times as slow on a GPU
+        # A matmul with rows that are not aligned is several times as slow on a GPU.
         width -= width % ALIGNED if width > ALIGNED else 0
         self.width = min(width, max(live, 1))
         self.height = max(1, min(shard.elements // self.width, rows))
@@ -205,10 +207,12 @@ class _Tiles:
         if not self.fused:
             self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
         sampling_mask = shard.sampling_mask
-        self._row_of = None  # int64 [K]: the row of each token of the masks
+        # int64 [K]: the row of each token of the masks.
+        self._row_of = None
         if sampling_mask is not None:
             counts = sampling_mask.offsets.diff().to(hidden.device)
-            self._whole = counts == 0  # rows without a mask
+            # Whether a row has no mask.
+            self._whole = counts == 0
             self._row_of = torch.arange(rows, device=hidden.device).repeat_interleave(
                 counts, output_size=len(sampling_mask.tokens)
             )
@@ -216,7 +220,7 @@ class _Tiles:
     def product(self, rows: slice, columns: slice) -> Tensor:
         """Compute a tile of hidden @ weight.T / temperature in the dtype of the matmuls.
 
-        It is valid until the next call.
+        The tile is valid until the next call.
         """
         memory = self._logits if self._product is None else self._product
         z = _view(memory, rows, columns).addmm_(
@@ -227,22 +231,22 @@ class _Tiles:
         return z
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """Compute a tile in fp32 or wider; it is valid until the next call."""
+        """Compute a tile in fp32 or wider, valid until the next call."""
         product = self.product(rows, columns)
         return (
             product if self._product is None else _view(self._logits, rows, columns).copy_(product)
         )
 
     def exp(self, z: Tensor) -> Tensor:
-        """Compute e^z in memory of its own; it is valid until the next call."""
+        """Compute e^z in a separate buffer, valid until the next call."""
         return torch.exp(z, out=self._other[: z.numel()].view(z.shape))
 
     def as_operand(self, dz: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Cast `dz` to the dtype of the matmuls; this overwrites the product behind the logits."""
+        """Cast `dz` to the dtype of the matmuls; this overwrites the buffer of `product`."""
         return dz if self._product is None else _view(self._product, rows, columns).copy_(dz)
 
     def target(self, tokens: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """The column of each row's token in a tile, and whether the tile has it: both [rows, 1]."""
+        """Each row's token as a column of the tile, and whether the tile has it: both [rows, 1]."""
         column = tokens[rows, None] - (self.shard.first + columns.start)
         width = columns.stop - columns.start
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
@@ -250,7 +254,7 @@ class _Tiles:
     def _unmasked(self, sampling_mask: BatchSamplingMasks, rows: slice, columns: slice) -> Tensor:
         """The columns of a tile inside the sampling masks: bool [rows, columns].
 
-        Tokens of other columns fall into one more column, so that no shape depends on data.
+        Tokens outside the tile go to an extra column, so that no shape depends on data.
         """
         assert self._row_of is not None
         part = slice(int(sampling_mask.offsets[rows.start]), int(sampling_mask.offsets[rows.stop]))
@@ -275,11 +279,11 @@ class _Softmax:
     highest: Tensor  # [M]
     exp: Tensor  # [M], sum of e^x where x = logit - highest
     weighted: Tensor  # [M], sum of e^x * x
-    target: Tensor  # [M], the logit of the target, 0 until its tile has come
+    target: Tensor  # [M], the logit of the target; 0 until its tile is absorbed
 
     @classmethod
     def empty(cls, like: Tensor, rows: int, dtype: torch.dtype) -> _Softmax:
-        """Statistics of no columns."""
+        """Statistics of zero columns."""
         sums = like.new_zeros(3, rows, dtype=dtype)
         return cls(like.new_full((rows,), _NO_COLUMN, dtype=dtype), *sums)
 
@@ -290,7 +294,7 @@ class _Softmax:
     def absorb(
         self, tiles: _Tiles, tokens: Tensor, rows: slice, columns: slice, *, entropy: bool
     ) -> None:
-        """Take a tile of these rows into the statistics; without `entropy`, not into `weighted`."""
+        """Add a tile of these rows to the statistics; `weighted` changes only with `entropy`."""
         if tiles.fused:
             own = (self.highest, self.exp, self.weighted, self.target)
             column = tokens[rows] - (tiles.shard.first + columns.start)
@@ -307,7 +311,7 @@ class _Softmax:
             self.weighted.add_(e.mul_(z).sum(-1))
 
     def raise_to(self, highest: Tensor) -> None:
-        """Move the sums to a higher maximum."""
+        """Rescale the sums to a higher maximum."""
         shift = self.highest - highest
         factor = shift.exp()
         self.weighted.add_(shift * self.exp).mul_(factor)
@@ -330,9 +334,9 @@ class _Softmax:
 def _fused_absorb(
     z: Tensor, column: Tensor, highest: Tensor, exp: Tensor, weighted: Tensor, target: Tensor
 ) -> tuple[Tensor, ...]:
-    """The statistics of [rows] columns so far and those of a tile [rows, columns].
+    """Combine the statistics of [rows] so far with a tile [rows, columns].
 
-    `column` is that of each row's token, which may lie outside.
+    `column` is the column of each row's token, which may lie outside the tile.
     """
     here = torch.arange(z.size(1), device=z.device) == column[:, None]
     z = z.to(highest.dtype)
@@ -400,7 +404,7 @@ class _FusedLogprobs(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for columns in tiles.columns:
-            # Sums over many tiles are fp32, whatever the weights are.
+            # Sums over many tiles are in fp32, whatever the dtype of the weights.
             d_columns = (
                 None if d_weight is None else torch.zeros_like(weight[columns], dtype=tiles.dtype)
             )
@@ -444,7 +448,8 @@ def _d_logits(
         product = tiles.product(rows, columns)
         d_z: Tensor = _fused_gradient(product, column, normalizer, through_p, spread, d_target)
         return d_z
-    z = tiles.logits(rows, columns).sub_(normalizer[:, None])  # log p
+    # z is log p.
+    z = tiles.logits(rows, columns).sub_(normalizer[:, None])
     p = tiles.exp(z)
     if d_entropy is None:
         p.mul_(through_p[:, None])

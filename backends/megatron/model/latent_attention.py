@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, 2024) over packs.
 
-It has Megatron's projections, and a rotation and core attention of our own. The path of Megatron's
-`MLASelfAttention` from hidden states to q, k and v is replaced: that path splits a pack sequence by
-sequence in Python, in every layer, and leaves each tensor-parallel rank with a part of the gradient
-of the one shared key.
+The projections are Megatron's; the rotation and the core attention are ours. The path of Megatron's
+`MLASelfAttention` from hidden states to q, k and v is replaced: in every layer it splits a pack
+sequence by sequence in Python, and it leaves each tensor-parallel rank with only a part of the
+shared key's gradient.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from backends.megatron.model.elementwise import rotate
 class LatentConfig(MLATransformerConfig):
     """Megatron's fields, and the order of the rotary dimensions in the weights.
 
-    `rope_interleave`: the two dimensions of a rotated pair stand side by side, not half a head
-    apart.
+    With `rope_interleave` the two dimensions of a rotated pair are adjacent; otherwise they are
+    half a head apart.
     """
 
     rope_interleave: bool = True
@@ -41,7 +41,7 @@ class LatentConfig(MLATransformerConfig):
 class LatentRMSNorm(LocalRMSNorm):
     """The norm of a low-rank form.
 
-    Its epsilon is that of transformers and of DeepSeek's own code, not that of `config.json`.
+    Its epsilon is the constant of transformers and of DeepSeek's code; `config.json` is ignored.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
@@ -52,7 +52,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Megatron's layer over T slots, of which a rank holds T / TP under sequence parallelism."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Without Transformer Engine Megatron takes stubs for its classes: `isinstance` fails.
+        # Without Transformer Engine Megatron's classes for it are stubs that `isinstance` rejects.
         has_te = multi_latent_attention.HAVE_TE and transformer_engine.HAVE_TE
         with replaced(multi_latent_attention, "HAVE_TE", has_te):
             super().__init__(*args, **kwargs)
@@ -81,7 +81,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1
         )
         latent = self.kv_layernorm(self._over_slots(latent))
-        # Each tensor-parallel rank makes its own heads of the shared key: the gradients of all
+        # Each tensor-parallel rank makes its own heads of the shared key, so the gradients of all
         # ranks are summed.
         shared_key = copy_to_tensor_model_parallel_region(shared_key)
         query, key, value = self._heads(low_query, latent, shared_key, cos, sin)
@@ -95,18 +95,18 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         factor = 1.0
         if isinstance(found, tuple):
             found, factor = found
-        # its halves are equal
+        # Both halves of the angles are equal.
         angles = found[packed.layout.positions, 0, :, : found.size(-1) // 2]
         return angles.cos() * factor, angles.sin() * factor
 
     def _whole(self, projection: Any, hidden_states: Tensor) -> Tensor:
-        """All columns of a projection that tensor parallelism splits: [T, width]."""
+        """The gathered output of a projection that tensor parallelism splits: [T, width]."""
         part: Tensor = projection(hidden_states)[0]
         whole: Tensor = gather_from_tensor_model_parallel_region(part)
         return whole[:, 0]
 
     def _over_slots(self, low: Tensor) -> Tensor:
-        """The input of the projection to the heads: this rank's slots under SP."""
+        """The input of the projection to the heads; under SP only this rank's slots."""
         return scatter_to_sequence_parallel_region(low) if self.config.sequence_parallel else low
 
     def _heads(
@@ -132,7 +132,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         )
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # Even dimensions, then odd ones. This is the same in q and k, so their products stay.
+        # Even dimensions, then odd ones. The order is the same in q and k, so their products do not
+        # change.
         if self.config.rope_interleave:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
         return rotate(x, cos, sin)

@@ -80,9 +80,9 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
 class TEAttention(MegatronModule):
     """Transformer Engine's core attention over a pack.
 
-    It rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine
-    exchanges keys and values itself. It takes the sequences in our layout: padded to a multiple of
-    2 * CP, each rank with an early and a late chunk.
+    It rotates q and k like `PackedAttention`. Under context parallelism Transformer Engine itself
+    exchanges keys and values. It accepts sequences in our layout: padded to a multiple of 2 * CP,
+    each rank with an early and a late chunk.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class TEAttention(MegatronModule):
         """q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]."""
         packed = packed_seq_params
         query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
-        # lengths of sequences over all CP ranks
+        # Offsets of the sequences over all CP ranks.
         cu = packed.layout.cu_seqlens
         longest = packed.layout.longest
         params = PackedSeqParams(
@@ -117,12 +117,12 @@ class TEAttention(MegatronModule):
 def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """The specification of one Transformer Engine layer.
 
-    With experts it has grouped matmuls, and the router that leaves pads out. Raises ConfigError
-    where Transformer Engine is installed and cannot be imported.
+    With experts it has grouped matmuls, and the router that leaves pads out. Raises ConfigError if
+    Transformer Engine is installed but cannot be imported.
     """
     if not HAVE_TE:
         raise ConfigError(
-            "transformer_engine is installed and Megatron cannot import it (`import"
+            "transformer_engine is installed, but Megatron cannot import it (`import"
             " transformer_engine.pytorch` has the reason); repair it, or set"
             " policy.transformer_engine: off"
         )

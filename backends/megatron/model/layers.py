@@ -1,4 +1,4 @@
-"""The choice of layers: Transformer Engine's where it is installed on CUDA, else Megatron's own."""
+"""The choice of layers: Transformer Engine's if installed, on CUDA; otherwise Megatron's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlcore.config import Config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
 
-# Fields of `TransformerConfig`, forced off where the layers are Megatron's own
+# Fields of `TransformerConfig` that are forced off for Megatron's own layers.
 FUSIONS = (
     "gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion",
     "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
@@ -56,7 +56,8 @@ def choose_layers(
 ) -> Layers:
     """Choose the layers for a device, "cpu" or "cuda". Pure.
 
-    `latent`: the model has latent attention.
+    Args:
+        latent: the model has latent attention.
     """
     if wanted == "off":
         return Layers("local", "policy.transformer_engine: off")
@@ -67,14 +68,14 @@ def choose_layers(
     if deterministic:
         return Layers("local", "run.deterministic: not proven for Transformer Engine")
     if latent:
-        return Layers("local", "latent attention is not carried over Transformer Engine's layers")
+        return Layers("local", "latent attention is not supported with Transformer Engine's layers")
     return Layers("transformer_engine", "installed")
 
 
 def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
-    """Choose the layers of the run's models, with `latent` attention or without, on this machine.
+    """Choose the layers of the run's models, with or without `latent` attention, on this machine.
 
-    Raises ConfigError where FP8 is configured and the layers cannot do it.
+    Raises ConfigError if FP8 is configured and the layers do not support it.
     """
     layers = choose_layers(
         config.policy.transformer_engine,

@@ -1,12 +1,12 @@
 """Attention over a pack with shared prefixes, in two parts merged by their log-sum-exps.
 
-The own tokens of each sequence attend to each other. All queries behind a prefix attend to it as
-one run, so that its keys are read once and never copied for each sequence.
+Each sequence's own tokens attend to each other. All queries behind a prefix attend to it as one
+run, so that the prefix's keys are read once and never copied for each sequence.
 
-In the backward pass each part is given the merged output and log-sum-exp. Then exp(score - lse) are
-the probabilities of the whole softmax, sum(output * its gradient) is that of the whole, and the
-gradients of the parts add up: no gradient passes through a log-sum-exp, as in ring attention (Liu
-et al. 2023, arXiv 2310.01889). Autograd would need one, and torch's `varlen_attn` drops it.
+The backward pass of each part gets the merged output and log-sum-exp. Then exp(score - lse) are the
+probabilities of the whole softmax, sum(output * its gradient) is the whole's too, and the gradients
+of the parts add up: no gradient passes through a log-sum-exp, as in ring attention (Liu et al.
+2023, arXiv 2310.01889). Autograd would need that gradient, and torch's `varlen_attn` drops it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from backends.megatron.batch.cp_layout import PackLayout, Runs, by_length, offse
 
 @dataclass(frozen=True)
 class RectangleKernel:
-    """Runs of about one length as one batch, through torch's flash attention of the CPU.
+    """Runs of similar length as one batch, through torch's flash attention on the CPU.
 
-    Runs are padded on the right; without `causal`, all have as many keys.
+    Runs are padded on the right; without `causal` all runs have the same number of keys.
 
     Attributes:
         slots: int64 [n], the part's queries.
-        causal: whether these are own tokens, which come first of the parts of a query.
+        causal: whether the keys are the sequences' own tokens, the first part of each query.
     """
 
     queries: Tensor  # int64 [b, longest]
     key_rows: Tensor  # int64 [b, longest]
-    # int64 [b, 1, 1, 1]: keys before the first query of each run; None: none before any
+    # int64 [b, 1, 1, 1]: number of keys before the first query of each run; None: 0 for every run
     before: Tensor | None
-    real: Tensor | None  # int64: which of the queries are no pads; None: all
+    real: Tensor | None  # int64: indices of the queries that are not pads; None: all
     slots: Tensor
     causal: bool
 
@@ -69,7 +69,7 @@ class RectangleKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output [n, heads, d] and the log-sum-exp, fp32 [n, heads].
 
-        q [T, heads, d] are this rank's; k and v [CP * T, groups, d] are gathered.
+        q is [T, heads, d], of this rank; k and v are [CP * T, groups, d], gathered.
         """
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _heads_first(q, self.queries),
@@ -86,7 +86,8 @@ class RectangleKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q [n, heads, d], and of k and v [m, groups, d] at `keys`."""
         padded_grad = grad[self.queries]
-        if self.real is not None:  # a pad repeats a query, whose gradient counts once
+        # A pad repeats a query; its gradient must not count again.
+        if self.real is not None:
             keep = padded_grad.new_zeros(self.queries.numel())
             keep[self.real] = 1
             padded_grad *= keep.view(*self.queries.shape, 1, 1)
@@ -124,7 +125,7 @@ def _heads_first(rows: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A part through torch's variable-length flash attention."""
+    """A part computed by torch's variable-length flash attention."""
 
     slots: Tensor
     keys: Tensor
@@ -184,7 +185,8 @@ class VarlenKernel:
             self.longest_queries,
             self.longest_keys,
             self.causal,
-            torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none
+            # The random state of dropout, which is off.
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
             scale=scale,
             window_size=self._window,
         )
@@ -194,7 +196,8 @@ class VarlenKernel:
 @cache
 def _gqa_option() -> dict[str, bool]:
     """The option for fewer heads of keys, which the operator has since torch 2.12."""
-    import torch.nn.attention.varlen  # defines the operators
+    # The import defines the operators.
+    import torch.nn.attention.varlen
 
     arguments = torch.ops.torch_attn._varlen_attn.default._schema.arguments
     return {"enable_gqa": True} if "enable_gqa" in {each.name for each in arguments} else {}
@@ -204,7 +207,7 @@ Kernel = RectangleKernel | VarlenKernel
 
 
 def kernels_of(layout: PackLayout, *, varlen: bool) -> tuple[Kernel, ...]:
-    """Return what computes the parts of a pack; made once for all layers."""
+    """Return the kernels of a pack's parts; they are made once for all layers."""
     key = f"_merged_{varlen}"
     kernels: tuple[Kernel, ...] | None = layout.__dict__.get(key)
     if kernels is None:
@@ -224,7 +227,7 @@ def merged_attention(
     Args:
         query: [T, heads, d].
         key, value: [CP * T, groups, d], gathered.
-        varlen: by the variable-length kernel of CUDA, else by the CPU's.
+        varlen: use CUDA's variable-length kernel instead of the CPU's.
     """
     kernels = kernels_of(layout, varlen=varlen)
     out: Tensor = _Merged.apply(query, key, value, kernels, scale)

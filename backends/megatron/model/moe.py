@@ -1,4 +1,4 @@
-"""Mixtures of experts on Megatron: routers with losses that are right under padding, CP and SP."""
+"""Mixtures of experts on Megatron: routers with correct losses under padding, CP and SP."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rlcore.config.sections.policy import ParallelConfig
 
 
 def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """The TransformerConfig fields of experts, next to those of the architecture.
+    """The TransformerConfig fields of experts that the architecture does not set.
 
-    A dense model has none. The routers' losses are off by default, whatever `config.json` says of
-    pre-training.
+    A dense model has none. The routers' losses are off by default; the coefficients of pre-training
+    in `config.json` are ignored.
     """
     if not arch.num_experts:
         return {}
@@ -39,23 +39,23 @@ def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-# what Megatron's dispatcher keeps: of each token and expert, and of each token's experts
+# Attributes in which Megatron's dispatcher keeps tensors of the last tokens.
 _OF_TOKENS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 class PackRouter(TopKRouter):
     """Megatron's top-k router with its own sums of the two losses.
 
-    A loss of a micro-batch is a mean over its n tokens, pads left out, and counts n times among the
-    N tokens of the optimizer step (Megatron divides by N later). The ranks that share a micro-batch
-    (context parallelism, and tensor parallelism under sequence parallelism) each add the part of
-    their tokens. Megatron's own parts come out too small by the number of those ranks, and are NaN
-    for a micro-batch of pads alone.
+    The loss of a micro-batch is the mean over its n tokens, without pads, and counts n times among
+    the N tokens of the optimizer step (Megatron divides by N later). Each of the ranks that share a
+    micro-batch (context parallelism, and tensor parallelism under sequence parallelism) adds the
+    part of its tokens. Megatron's own parts are too small by the number of those ranks, and NaN for
+    a micro-batch of only pads.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # loss -> the sum of its parts, n times each, since the last `clear_losses`
+        # Loss -> sum of its parts, each n times, since the last `clear_losses`.
         self.sums: dict[str, Tensor] = {}
 
     def gating(self, input: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class PackRouter(TopKRouter):
         with_padding_mask: bool = False,
     ) -> Tensor:
         """Attach E * sum of (share of choices) * (mean probability), Fedus et al. 2021."""
-        # [E], over all ranks
+        # [E], summed over the ranks that share the micro-batch.
         chosen = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
         share = chosen / chosen.sum().clamp(min=1)
         part = self.num_experts * (scores_for_aux_loss.sum(dim=0) * share).sum()
@@ -101,19 +101,19 @@ class PackRouter(TopKRouter):
 class SigmoidRouter(PackRouter):
     """The router of DeepSeek-V3: sigmoid scores, a bias that corrects the choice, expert groups.
 
-    `expert_bias` [experts] is in fp32 whatever the dtype of the model. It comes with the weights,
-    and no step changes it.
+    `expert_bias` [experts] is always in fp32. It is loaded with the weights; no step changes it.
 
-    Megatron has such a router too. It scores a group by its best `topk // groups` experts where the
-    model was trained with the best two, always normalises the chosen scores, and counts tokens for
-    its update of the bias in a way that fails where pads are hidden.
+    Megatron has such a router too. It scores a group by its best `topk // groups` experts, although
+    the model was trained with the best two, always normalises the chosen scores, and its count of
+    tokens for updates of the bias fails with a padding mask.
     """
 
     expert_bias: Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        del self.expert_bias  # Megatron's, None
+        # Megatron sets it to None.
+        del self.expert_bias
         device = torch.cuda.current_device()
         self.register_buffer(
             "expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device)
@@ -122,14 +122,14 @@ class SigmoidRouter(PackRouter):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         bias = self.expert_bias
         super()._apply(fn, recurse)
-        # a change of dtype would change the choice
+        # Restore fp32: a change of dtype would change the choice.
         self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route by logits [T, 1, experts].
 
-        Returns the weights of the experts, 0 where not chosen, and the choice: both [T, experts].
+        Returns the weights of the experts (0 if not chosen) and the choice, both [T, experts].
         """
         logits = logits.view(-1, self.num_experts)
         hidden = None if padding_mask is None else padding_mask.reshape(-1)
@@ -174,19 +174,19 @@ class SigmoidRouter(PackRouter):
 
 
 def router_class(config: TransformerConfig) -> type[PackRouter]:
-    """The router of a model with experts, whatever layers are around it."""
+    """The router class of a model with experts, for either kind of layers."""
     return SigmoidRouter if config.moe_router_score_function == "sigmoid" else PackRouter
 
 
 class GraphFreeMoELayer(MoELayer):
-    """Megatron's layer of experts, whose dispatcher keeps no graph after a forward pass.
+    """Megatron's layer of experts, with a dispatcher that keeps no graph after a forward pass.
 
-    Megatron's dispatchers keep the probabilities for their dtype. In a recomputed layer the graph
-    behind them holds the layer's input and that input's gradient until the layer runs again.
+    Megatron's dispatchers keep the probabilities only for their dtype. In a recomputed layer their
+    graph holds the layer's input and its gradient until the layer runs again.
     """
 
     def combine(self, output: Tensor) -> Tensor:
-        """Bring the experts' outputs back to the ranks of their tokens."""
+        """Return the experts' outputs to the ranks of their tokens."""
         for name in ("probs", "local_probs"):
             kept = getattr(self.token_dispatcher, name, None)
             if kept is not None:
@@ -196,9 +196,9 @@ class GraphFreeMoELayer(MoELayer):
 
 
 def forget_tokens(chunk: GPTModel) -> None:
-    """Drop what the dispatchers of a chunk keep of the last tokens, between passes.
+    """Drop the tensors that a chunk's dispatchers keep of the last tokens, between passes.
 
-    It is as much as tokens times experts a layer, and the next forward pass makes it again.
+    Each layer keeps tokens times experts elements, which the next forward pass makes again.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):
@@ -208,9 +208,9 @@ def forget_tokens(chunk: GPTModel) -> None:
 
 
 def keep_no_graphs(chunk: GPTModel) -> None:
-    """Give the layers of experts of a chunk their class.
+    """Turn a chunk's layers of experts into `GraphFreeMoELayer`.
 
-    Megatron's layer specifications compare the class by identity, so it cannot be in them.
+    Layer specifications cannot name this class, since Megatron compares the class by identity.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):
@@ -220,8 +220,8 @@ def keep_no_graphs(chunk: GPTModel) -> None:
 def padding_mask(padding: Tensor, config: TransformerConfig, chunk: GPTModel) -> Tensor | None:
     """The mask that hides pads from the routers of a chunk: bool [1, T], True at a pad.
 
-    A dense model has none. Under sequence parallelism Megatron splits it over the tensor-parallel
-    ranks on the first stage alone.
+    None for a dense model. Under sequence parallelism Megatron splits the mask over the
+    tensor-parallel ranks on the first stage only.
     """
     if config.num_moe_experts is None:
         return None
@@ -240,9 +240,9 @@ def clear_losses(chunks: Sequence[GPTModel]) -> None:
 def mean_losses(
     chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int
 ) -> dict[str, float]:
-    """The metrics `moe_aux_loss` and `moe_z_loss`, where they are switched on.
+    """The metrics `moe_aux_loss` and `moe_z_loss`, if they are switched on.
 
-    They are means over the tokens of the optimizer step and over the layers with experts, without
+    They are means over the optimizer step's tokens and over the layers with experts, without
     coefficients, and the same on every rank. Collective over all ranks.
     """
     config = chunks[0].config
@@ -256,7 +256,7 @@ def mean_losses(
     for router in _routers(chunks):
         sums += torch.stack([router.sums.get(name, sums.new_zeros(())) for name in names])
     if dist.is_initialized():
-        # layers over stages, tokens over data, context and sequence parallelism
+        # Sum over layers on all stages, and tokens over data, context and sequence parallelism.
         dist.all_reduce(sums)
     means = sums / max(step_tokens, 1) / sum(arch.moe_layers)
     return {f"moe_{name}_loss": mean for name, mean in zip(names, means.tolist())}

@@ -1,8 +1,8 @@
 """Routing replay: training sends each token to the experts that an earlier pass chose for it.
 
-Megatron's routers ask the object in their `router_replay` for the top-k: here an `ExpertChoice`.
-Megatron's own `RouterReplay` keeps the routers of all models of the process in one list, and needs
-to know before every call whether a recomputation is due.
+Megatron's routers get the top-k from the object in their `router_replay`, here an `ExpertChoice`.
+Megatron's own `RouterReplay` keeps the routers of all models of the process in one list, and must
+know before every call whether it is a recomputation.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ExpertChoice:
-    """The top-k of one router: its own choice or a given one, with the present scores.
+    """The top-k of one router: its own choice or a given one, with the current scores.
 
     Gradients flow through the scores.
     """
 
     def __init__(self, index: int = 0) -> None:
-        # among the layers with experts of the whole model
+        # Index among the whole model's layers with experts.
         self.index = index
-        # int16 [t, k]: the experts of the next forward; -1: the router's own choice
+        # int16 [t, k]: the experts of the next forward; -1: the router's own choice.
         self.given: Tensor | None = None
-        # whether the backward may run a forward without gradients once more
+        # Whether the backward may recompute a forward that ran without gradients.
         self.recomputed = True
-        # int64 [t]: how often metrics count a token: 0 is a pad, more than 1 a shared one
+        # int64 [t]: how often metrics count a token: 0 for a pad, more than 1 for a shared token.
         self.counts: Tensor | None = None
-        # int64 [t, k]: the choice of the last forward without `given`
+        # int64 [t, k]: the choice of the last forward without `given`.
         self.made: Tensor | None = None
-        # number of tokens whose own choice differs from the given one
+        # Number of tokens for which the router's own choice differs from the given one.
         self.changed: Tensor | None = None
-        # the given choices of forwards that the backward runs once more, oldest first
+        # The given choices of forwards that the backward will recompute, oldest first.
         self.again: deque[Tensor] = deque()
 
     def get_replay_topk(
@@ -58,7 +58,7 @@ class ExpertChoice:
 
         The name and the arguments are Megatron's.
         """
-        # a recomputed layer has gradients only when the backward runs it once more
+        # A recomputed layer has gradients only when the backward recomputes it.
         if torch.is_grad_enabled() and self.again:
             given = self.again.popleft().long()
             return scores.gather(1, given), given
@@ -88,7 +88,7 @@ def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
     for chunk in chunks:
         if chunk.config.moe_router_fusion:
             raise ConfigError(
-                "policy.routing_replay: a fused router cannot be told its experts; set it to none,"
+                "policy.routing_replay: a fused router cannot replay experts; set it to none,"
                 " or policy.megatron.moe_router_fusion to false"
             )
         for layer in chunk.decoder.layers:
@@ -100,9 +100,9 @@ def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
 
 @contextmanager
 def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
-    """Put this around a forward to store its experts with the micro-batch.
+    """Inside, a forward stores its experts with the micro-batch.
 
-    The first such forward of a micro-batch counts.
+    Only the first such forward of a micro-batch is stored.
     """
     yield
     for layer, choice in _choices(chunk):
@@ -113,11 +113,10 @@ def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
-    """Put this around a forward to use the experts that are stored with the micro-batch.
+    """Inside, a forward and its recomputation use the experts stored with the micro-batch.
 
-    They are used in its recomputation too. Records of the inference engine are taken where there
-    are any; a token without a record is left to the router. Raises RuntimeError for a micro-batch
-    without stored experts.
+    The inference engine's records are used if there are any; the router chooses for a token without
+    a record. Raises RuntimeError for a micro-batch without stored experts.
     """
     choices = list(_choices(chunk))
     for layer, choice in choices:
@@ -165,12 +164,12 @@ Routing = Callable[[GPTModel, MicroBatch], AbstractContextManager[None]]
 
 
 def own_routing(chunk: GPTModel, micro: MicroBatch) -> AbstractContextManager[None]:
-    """Put this around a forward to leave the choice to the routers, as without replay."""
+    """Inside, the routers choose the experts, as without replay."""
     return nullcontext()
 
 
 def start_step(chunks: Sequence[GPTModel]) -> None:
-    """Drop the counts of the last optimizer step, and recomputations that an error prevented."""
+    """Drop the counts of the last optimizer step, and choices kept for skipped recomputations."""
     for chunk in chunks:
         for _, choice in _choices(chunk):
             choice.changed = None
@@ -178,7 +177,7 @@ def start_step(chunks: Sequence[GPTModel]) -> None:
 
 
 def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> float:
-    """The share of routing decisions for which the router would have chosen other experts.
+    """The share of routing decisions in which the router would have chosen other experts.
 
     A decision is a pair of a token and a layer with experts in the optimizer step. The share is the
     same on every rank. Collective over all ranks.
@@ -187,13 +186,13 @@ def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: i
     for chunk in chunks:
         for _, choice in _choices(chunk):
             count += 0 if choice.changed is None else choice.changed
-    # layers over stages; tokens over data, context and sequence parallelism
+    # Sum over layers on all stages, and tokens over data, context and sequence parallelism.
     dist.all_reduce(count)
     return float(count) / max(step_tokens, 1) / sum(arch.moe_layers)
 
 
 def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
-    """Yield the layers with experts and replay: the number of each in the model, and its choice."""
+    """Yield (layer number in the model, choice) for each layer with experts and replay."""
     for layer in chunk.decoder.layers:
         choice = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
         if choice is not None:
@@ -201,7 +200,7 @@ def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
 
 
 def _own_share(slots: Tensor, chunk: GPTModel) -> Tensor:
-    """The part of a tensor [T, ...] for this rank's routers: [T / TP, ...] under SP, else all."""
+    """The part of a tensor [T, ...] for this rank's routers: [T / TP, ...] under SP, or all."""
     if not chunk.config.sequence_parallel:
         return slots
     tp = chunk.pg_collection.tp

@@ -55,5 +55,5 @@ def test_layers_with_experts_are_counted_over_the_whole_model(
 
 
 def test_a_fused_router_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a fused router cannot be told its experts"):
+    with pytest.raises(ConfigError, match="a fused router cannot replay experts"):
         replay_routing([chunk(1, experts=(True,), fused=True)], architecture(True))
