@@ -1,10 +1,10 @@
-"""Tensors whose device memory is lent out: their contents wait in host memory, pinned on CUDA.
+"""Tensors that free their device memory while their contents are in host memory, pinned on CUDA.
 
-A storage is offloaded, never a tensor: it shrinks to nothing and grows again in place, so that
-every view of it (a parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and
-no `param.data` is ever reassigned. CUDA's allocator has the memory meanwhile, and `empty_cache` is
-not needed for another tensor to take it. On the CPU the same code runs, and moves the contents
-between host tensors.
+Offloading works on storages, not on tensors: a storage shrinks to nothing and grows again in place,
+so that every view of it (a parameter in a distributed optimizer's buffer, a `main_grad`) stays a
+view and no `param.data` is ever reassigned. Meanwhile CUDA's allocator has the memory, and another
+tensor can use it without `empty_cache`. On the CPU the same code moves the contents between host
+tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class OffloadedTensors:
 
     Args:
         tensors: called at each offload, since an optimizer has no state before its first step and
-            gets other tensors from a checkpoint. Storages may be shared; scalars stay, and so does
-            tensors on another device.
-        device: where the contents are used.
-        keep_on_device: they are on the device outside `on_device()` too, until `offload` and again
-            from `onload` on.
+            gets other tensors from a checkpoint. Storages may be shared; scalars and tensors on
+            another device stay.
+        device: the device on which the contents are used.
+        keep_on_device: keep the contents on the device outside `on_device()` too, until `offload`
+            and again after `onload`.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class OffloadedTensors:
         self._tensors = tensors
         self._device = device
         self._retention = retention
-        self._hosts: dict[int, Tensor] = {}  # by storage: uint8 [bytes]
-        # storages that are off the device, with their sizes
+        # Storage key -> host copy, uint8 [bytes].
+        self._hosts: dict[int, Tensor] = {}
+        # Storages that are off the device, with their sizes.
         self._offloaded: dict[int, tuple[UntypedStorage, int]] = {}
-        self._users = 1  # open contexts, and this object while it keeps the tensors on the device
+        # The number of open contexts, plus 1 while this object keeps the tensors on the device.
+        self._users = 1
         self._keep_on_device = keep_on_device
         self._keeps_now = keep_on_device
         if not keep_on_device:
@@ -64,7 +66,7 @@ class OffloadedTensors:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the contents are on the device; afterwards their memory there is free again."""
+        """Inside, the contents are on the device; afterwards their device memory is free again."""
         self._acquire()
         try:
             yield
@@ -72,13 +74,13 @@ class OffloadedTensors:
             self._release()
 
     def onload(self) -> None:
-        """The inverse of `offload`: tensors with `keep_on_device` are on the device from now on."""
+        """Keep tensors with `keep_on_device` on the device from now on; inverse of `offload`."""
         if self._keep_on_device and not self._keeps_now:
             self._acquire()
             self._keeps_now = True
 
     def offload(self) -> None:
-        """From now on the tensors are on the device only inside `on_device()`."""
+        """Keep the tensors on the device only inside `on_device()` from now on."""
         if self._keeps_now:
             self._keeps_now = False
             self._release()
@@ -111,7 +113,7 @@ class OffloadedTensors:
             )
         elif self._retention is Retention.FROZEN:
             return host
-        # The order of the stream is enough: only the copy back reads the host, never the CPU.
+        # Stream order is enough: only the copy back to the device reads the host tensor.
         return host.copy_(_as_bytes(storage, self._device), non_blocking=True)
 
     def _storages(self) -> Iterator[UntypedStorage]:

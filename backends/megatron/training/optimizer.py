@@ -1,6 +1,6 @@
 """AdamW through Megatron's optimizers, and the learning-rate schedule.
 
-It also has help for loading the state of AdamW without Apex and Transformer Engine.
+It also has helpers to load the state of AdamW without Apex and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from rlcore.config.sections.policy import OptimizerConfig
 def l2_norm(
     chunk_size: int, unused: Tensor, tensors: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """The norm of all tensors together, in place of Megatron's function for a machine without Apex.
+    """The norm of all tensors together; replaces Megatron's function for machines without Apex.
 
-    Megatron's reads a number from the device for every tensor. The bits are the same on a CPU.
+    Megatron's function reads a number from the device for every tensor. On a CPU the result is
+    bit-identical.
     """
     return torch.stack(torch._foreach_norm(tensors[0])).norm().view(1), None
 
@@ -35,15 +36,15 @@ if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
 
 
 def uses_fused_adamw(device: torch.device) -> bool:
-    """Whether torch's AdamW runs as one kernel: it is faster on CUDA and needs no temporaries.
+    """Whether torch's AdamW runs as one kernel, which on CUDA is faster and needs no temporaries.
 
-    On a CPU the bits of its steps would change.
+    On a CPU the fused kernel would change the bits of a step.
     """
     return kernel_type(device) == "cuda"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step`, 0-based.
+    """The learning rate of optimizer step `step`, 0-based.
 
     A linear warm-up to `lr` is followed by a constant rate, or by a linear or cosine decay to
     `min_lr`. Warm-up step k of w uses (k + 1) / w of the rate; decay ends at `decay_steps`
@@ -69,7 +70,7 @@ class StepReport:
 
     lr: float
     grad_norm: float
-    skipped: bool  # nothing was changed, since the norm was not finite or exactly 0
+    skipped: bool  # nothing changed, as the norm was exactly 0 or not finite
 
 
 class ScheduledOptimizer:
@@ -104,15 +105,16 @@ class ScheduledOptimizer:
                 use_distributed_optimizer=config.distributed,
             ),
             list(modules),
-            use_gloo_process_groups=False,  # `init_parallel` makes none
+            # `init_parallel` makes no gloo groups.
+            use_gloo_process_groups=False,
         )
         device = next(modules[0].parameters()).device
         for part in self.parts if uses_fused_adamw(device) else ():
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for group in part.optimizer.param_groups:
                     group["fused"] = True
-        # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
-        # optimizer must not offload these.
+        # The optimizer must not offload tensors that belong to the model (all weights in fp32, or
+        # views of a buffer).
         self._model_storages = {
             p.untyped_storage()._cdata for module in modules for p in module.parameters()
         }
@@ -120,17 +122,16 @@ class ScheduledOptimizer:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """Megatron chains one optimizer per kind of parameter (dense, expert)."""
+        """The chained optimizers, one for each kind of parameter (dense, expert)."""
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
 
     @torch.no_grad()
     def step(self) -> StepReport:
         """Clip and apply the gradients that the schedule left in the DDP buffers.
 
-        A gradient norm that is not finite, or exactly 0, leaves every parameter, the moments and
-        the schedule as they are; the norm is all-reduced, so all ranks agree. Where no term of the
-        loss has a gradient there is nothing to learn, and a step would still move the weights by
-        the moments of earlier steps. Collective.
+        A gradient norm that is not finite, or exactly 0, leaves the parameters, the moments and the
+        schedule unchanged; the norm is all-reduced, so all ranks agree. If no term of the loss has
+        a gradient, a step would still move the weights by the moments of earlier steps. Collective.
         """
         with self.state.on_device():
             return self._step()
@@ -144,7 +145,8 @@ class ScheduledOptimizer:
         self._clip(norm)
         for group in self.megatron.param_groups:
             group["lr"] = lr * group["lr_mult"]
-            # Megatron leaves this to its own scheduler. Without it norms and biases would decay.
+            # Megatron's scheduler, which is not used, would set this. Without `wd_mult` norms and
+            # biases would decay.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
         self.steps_taken += 1
@@ -174,14 +176,14 @@ class ScheduledOptimizer:
 
     @property
     def counts_in_groups(self) -> bool:
-        """Whether AdamW counts steps once a group, not once a parameter.
+        """Whether AdamW counts steps per group: Transformer Engine's and Apex's do.
 
-        Transformer Engine's and Apex's count by group, torch's by parameter.
+        torch's AdamW counts per parameter.
         """
         return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
-        """Create the moments that a checkpoint is loaded into: AdamW has none before a step."""
+        """Create the moments to load a checkpoint into: AdamW has none before a step."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -200,8 +202,8 @@ class ScheduledOptimizer:
                 if self.counts_in_groups:
                     group["step"] = steps
                     continue
-                # each parameter needs a tensor of its own: AdamW counts in place, the fused one on
-                # the device
+                # Each parameter needs a separate tensor, since AdamW counts in place; fused AdamW
+                # needs it on the device.
                 for parameter in group["params"]:
                     device = parameter.device if group.get("fused") else "cpu"
                     count = torch.tensor(float(steps), device=device)

@@ -41,24 +41,25 @@ _PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
 
 @dataclass
 class Model:
-    """One model on this rank, with its own TransformerConfig, since Megatron keeps hooks there."""
+    """One model on this rank, with its own TransformerConfig, in which Megatron keeps hooks."""
 
     arch: Architecture
     config: TransformerConfig
-    chunks: list[GPTModel]  # bare: parameters, conversion, checkpoints
-    modules: list[nn.Module]  # as they are called: behind Float16Module and DDP
+    chunks: list[GPTModel]  # unwrapped: for parameters, conversion, checkpoints
+    modules: list[nn.Module]  # for calls: wrapped in Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None  # None: frozen
-    # weights, then gradients where there are any; empty while the model is built
+    # Weights, then gradients if there are any; empty while the model is being built.
     _offloadable: list[OffloadedTensors] = field(default_factory=list)
 
     def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
         """Make the model trainable."""
         self.optimizer = optimizer
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = None  # no loss scale: fp32 gradients
+        # fp32 gradients need no loss scale.
+        self.config.grad_scale_func = None
 
     def make_offloadable(self, device: torch.device, *, offload: bool) -> None:
-        """Let weights and gradient buffers leave `device`; with `offload` they do between uses."""
+        """Make weights and gradient buffers offloadable; `offload`: offload them between uses."""
         retention = Retention.FROZEN if self.optimizer is None else Retention.CHANGING
         keep = not offload
         self._offloadable.append(
@@ -71,12 +72,12 @@ class Model:
 
     @property
     def offloadable(self) -> list[OffloadedTensors]:
-        """Everything of the model that can leave the device."""
+        """All tensors of the model that can be offloaded."""
         return [*self._offloadable, *([] if self.optimizer is None else [self.optimizer.state])]
 
     @contextmanager
     def on_device(self, *, training: bool = False) -> Iterator[Model]:
-        """Inside, the weights are on the device, and with `training` memory for gradients too."""
+        """Inside, the weights are on the device; with `training` the gradient buffers are too."""
         with ExitStack() as stack:
             for tensors in self._offloadable if training else self._offloadable[:1]:
                 stack.enter_context(tensors.on_device())
@@ -95,22 +96,22 @@ class Model:
 
 
 class SwappedIn:
-    """Weights in (on CUDA pinned) host memory that are swapped into the policy for a pass.
+    """Weights in host memory (pinned on CUDA) that are swapped into the policy for a pass.
 
-    They take no device memory next to the policy's.
+    They need no device memory besides the policy's.
     """
 
     def __init__(self, policy: Model, weights: Sequence[Tensor]) -> None:
         self._policy = policy
         self._weights = weights
-        # the policy's own weights while these are in their place; allocated at the first swap
+        # The policy's own weights during a swap; allocated at the first swap.
         self._aside: list[Tensor] = []
 
     @contextmanager
     def on_device(self) -> Iterator[Model]:
-        """Inside, the policy's modules with these weights; afterwards their own, bit for bit.
+        """Inside, the policy's modules have these weights; afterwards their own, bit for bit.
 
-        Everything is copied into existing storage: gradient and optimizer buffers are views of it.
+        Weights are copied into existing storage, of which gradient and optimizer buffers are views.
         """
         with self._policy.on_device():
             own = weights_of(self._policy.chunks)
@@ -139,7 +140,7 @@ def weights_of(chunks: Sequence[nn.Module]) -> list[Tensor]:
     return [weight for chunk in chunks for _, weight in named_weights(chunk)]
 
 
-# (micro-batch, the head's result for all its targets) -> weighted sum
+# (micro-batch, the head's result for all its targets) -> weighted sum.
 Loss = Callable[[MicroBatch, Any], Tensor]
 
 
@@ -165,7 +166,8 @@ def score_pass(
         micro = next(data)
         with routing(_chunk(model, module), micro):
             output = _forward(model, module, micro, head)
-        # With experts Megatron asks for the device of the model's output: one tensor is enough.
+        # With experts Megatron reads the device of the model's output, for which one tensor is
+        # enough.
         first = output[0] if isinstance(output, tuple) else output
         return first, lambda _, non_loss_data: whole(micro, output)
 
@@ -198,8 +200,8 @@ def training_pass(
         micro = next(data)
 
         def scheduled(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            # Megatron divides by the tokens of the step again. A micro-batch without tokens keeps
-            # its empty sum in the graph.
+            # Megatron divides by the tokens of the step again. The empty sum of a micro-batch
+            # without tokens stays in the graph.
             total = loss(micro, whole(micro, output)) * step_tokens
             return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
 
@@ -216,7 +218,7 @@ def training_pass(
 
 
 def _forward(model: Model, module: nn.Module, micro: MicroBatch, head: HeadOptions) -> Any:
-    # With rotary embeddings position ids are not looked at; attention needs no mask.
+    # Rotary embeddings ignore position ids, and attention needs no mask.
     return module(
         micro.input_ids,
         None,
@@ -253,13 +255,13 @@ def _run(
         data_iterator=iterators if several else iterators[0],
         model=model.modules if several else model.modules[0],
         num_microbatches=len(micro_batches),
-        # All micro-batches have the same length under pipeline stages. Megatron divides by CP.
+        # Pipeline stages need micro-batches of the same length. Megatron divides the length by CP.
         seq_length=micro_batches[0].num_slots * model.config.context_parallel_size,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-    # otherwise a later stage keeps the last hidden states that it received
+    # Without this a later stage would keep the last hidden states that it received.
     for chunk in model.chunks:
         chunk.set_input_tensor([None])
     return outputs
@@ -288,7 +290,7 @@ def policy_loss(
 ) -> Loss:
     """The policy's loss of a micro-batch: `sum(weights * objective)`.
 
-    Without assigned `old_logprobs` the step is on-policy and takes its own, detached.
+    Without assigned `old_logprobs` the step is on-policy and uses its own log-probs, detached.
     """
     stats = batch.batch_stats(minibatch)
     batch.updates.begin(minibatch)
@@ -328,15 +330,15 @@ def step_distance(
     """Measure how far the updates of a batch moved the policy, as `step_kl`. Collective.
 
     A forward pass over one micro-batch of each replica gives the log-probs after the updates. The
-    first update computed those before them, with the same experts under routing replay. Where no
-    update changed the weights, the distance is 0 without a pass.
+    first update recorded the log-probs from before, with the same experts under routing replay. If
+    no update changed the weights, the distance is 0 without a pass.
     """
     moments = Moments()
     record = batch.updates
     if record.first is None:
         return moments
     micro_batches = batch.micro_batches(record.first)
-    # the interleaved schedule takes multiples of the stages
+    # The interleaved schedule needs a multiple of the number of stages.
     size = parallel.pp_size if parallel.vpp_size > 1 else 1
     start = max(
         range(0, len(micro_batches), size),
@@ -357,7 +359,7 @@ def step_distance(
 def critic_loss(config: CriticConfig, batch: LocalBatch, moments: Moments) -> Loss:
     """The critic's loss of a micro-batch: `value_loss_coef * sum(weights * value_loss)`.
 
-    The metric is without the coefficient.
+    The metric does not include the coefficient.
     """
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:
@@ -376,7 +378,7 @@ def critic_loss(config: CriticConfig, batch: LocalBatch, moments: Moments) -> Lo
 def shared_moments(moments: Moments, parallel: ParallelState) -> Moments:
     """Merge the moments of all replicas and send them to every pipeline stage. Collective.
 
-    A loss may report a metric for some micro-batches alone, so that replicas differ in names.
+    Replicas may have different names, as a loss may report a metric for only some micro-batches.
     """
     names = moments.names
     if parallel.is_last_stage and parallel.dp_size > 1:
