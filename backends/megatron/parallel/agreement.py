@@ -1,4 +1,4 @@
-"""Agreement of the ranks: on an error, on a value of one of them, on a list of names."""
+"""Agreement of the ranks on errors, on a value of one rank, and on a list of names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlcore.errors import FailedElsewhere
 
 @contextmanager
 def raise_on_all_ranks(parallel: ParallelState, what: str) -> Iterator[None]:
-    """Put this around work that may fail on one rank: all ranks leave it well, or all raise.
+    """Inside, work may fail on one rank: either all ranks succeed or all raise.
 
-    The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank.
-    Work that itself communicates is covered only from its last communication on: a peer that waits
-    for a failed rank is freed by the group's timeout.
+    The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank. If
+    the work itself communicates, this covers only failures after its last communication: a peer
+    that waits for a failed rank gets the group's timeout.
     """
     failure: Exception | None = None
     try:
@@ -54,10 +54,10 @@ def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
 def union_of_names(names: Sequence[str], group: ProcessGroup, device: torch.device) -> list[str]:
     """Return the names that any rank of a group has, sorted; the same on all. Collective.
 
-    Names that are alike on all ranks, the usual case, cost one small reduction.
+    If all ranks have the same names, as usual, this costs one small reduction.
 
     Args:
-        device: where the group's tensors are.
+        device: the device of the group's tensors.
     """
     own = json.dumps(sorted(names)).encode()
     digest = int.from_bytes(hashlib.blake2b(own, digest_size=7).digest(), "little")

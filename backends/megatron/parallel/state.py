@@ -19,7 +19,7 @@ from backends.megatron.cpu.shim import replaced
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.stores import meeting_briefly
 
-# our name of a group -> the function of mpu that returns it, and the arguments
+# Our name of a group -> the function of mpu that returns the group, and its arguments.
 _MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "dp_group": ("get_data_parallel_group", {}),
     "dp_cp_group": ("get_data_parallel_group", {"with_context_parallel": True}),
@@ -34,7 +34,7 @@ class CPRank(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of a sequence, whose length is padded to a multiple of it."""
+        """The number of chunks of a sequence; lengths are padded to a multiple of this number."""
         return 1 if self.size == 1 else 2 * self.size
 
     @property
@@ -47,9 +47,9 @@ ALONE = CPRank()
 
 
 class _Group:
-    """A process group of a `ParallelState`, looked up by the name of the attribute.
+    """Descriptor of a process group of a `ParallelState`, looked up by the attribute's name.
 
-    Reading it raises RuntimeError where the state has no such group.
+    Reading raises RuntimeError if the state has no such group.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -74,8 +74,8 @@ class ParallelState:
     """The coordinates of this rank in the layout, and its process groups.
 
     `tp`, `pp`, `dp`, `cp`, `ep` are tensor, pipeline, data, context and expert parallelism. A
-    replica is the set of ranks that hold one copy of the model and work on the same sequences: one
-    data-parallel index. Without torch.distributed, as in a unit test, a state has no groups.
+    replica is the set of ranks that hold one copy of the model and work on the same sequences; they
+    share a data-parallel index. Without torch.distributed, as in unit tests, a state has no groups.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class ParallelState:
     tp_rank: int
     pp_size: int
     pp_rank: int
-    dp_size: int  # context parallelism not counted
+    dp_size: int  # without context parallelism
     dp_rank: int
     cp_size: int
     cp_rank: int
@@ -97,23 +97,23 @@ class ParallelState:
     replica_leaders: tuple[int, ...]  # [dp_size] global rank of the first rank of each replica
     # [dp_size] global rank of one rank of each replica's last stage
     score_sources: tuple[int, ...]
-    timeout_s: float = field(default=600.0, compare=False)  # of a collective
+    timeout_s: float = field(default=600.0, compare=False)  # for a collective
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
     dp_group = _Group()
     dp_cp_group = _Group()
-    # all ranks, for tensors on the CPU: batches, vectors and decisions travel here, on CUDA too
+    # All ranks, for tensors on the CPU: batches, vectors and decisions, also in runs on CUDA.
     control_group = _Group()
     replica_group = _Group()  # the ranks of this replica, for tensors on the CPU
 
     @property
     def cp(self) -> CPRank:
-        """This rank among those that share the packs of a replica."""
+        """This rank among the ranks that share the packs of a replica."""
         return CPRank(self.cp_size, self.cp_rank)
 
     @property
     def edp_size(self) -> int:
-        """How many ranks hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.world_size // (self.pp_size * self.ep_size * self.etp_size)
 
     @property
@@ -144,25 +144,25 @@ class ParallelState:
     ) -> ParallelState:
         """Read the layout from Megatron's `parallel_state`, or from a stub of it.
 
-        With torch.distributed initialised this is collective: it makes the gloo groups that the
-        default group does not stand in for, with `timeout_s`. Without, nothing is communicated;
-        rank and world size follow from the answers, in Megatron's default order of ranks
+        If torch.distributed is initialised, this is collective: it makes the gloo groups that the
+        default group cannot replace, with `timeout_s`. Otherwise nothing is communicated, and rank
+        and world size follow from the answers, in Megatron's default order of ranks
         ("tp-cp-ep-dp-pp").
 
-        A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
-        For other functions that it lacks, the answer is that of a model without experts and without
-        a virtual pipeline.
+        A stub needs `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
+        Other functions may be missing: a model without experts and without a virtual pipeline is
+        assumed.
 
         Args:
-            coordinates: (data-parallel index, stage) of every rank, where they cannot be asked.
+            coordinates: (data-parallel index, stage) of every rank, if ranks cannot gather them.
 
         Raises:
             AttributeError: `mpu` lacks one of these functions.
-            TypeError: a function returned something that is no int.
+            TypeError: a function returned something other than an int.
             ValueError: a rank lies outside its size, or the ranks contradict one another.
         """
-        # All questions come before any communication: a stub that lacks a function must not leave
-        # other ranks waiting.
+        # Read everything before any communication: a stub without a function must not leave other
+        # ranks waiting.
         layout = _ask_layout(mpu)
         pp_size = layout["pp_size"]
         dp_size = layout["dp_size"]
@@ -263,10 +263,10 @@ def _ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
 
 
 def _control_group(timeout_s: float) -> ProcessGroup:
-    """The default group if it has gloo for tensors on the CPU, else a gloo group of all ranks.
+    """The default group if it has gloo for tensors on the CPU, or a gloo group of all ranks.
 
-    Each gloo group connects each of its ranks with each other one, so a second one of all ranks is
-    made only where it must be.
+    A gloo group connects every pair of its ranks, so a second group of all ranks is made only if
+    necessary.
     """
     default = dist.group.WORLD
     if default is not None and "cpu:gloo" in dist.get_backend_config(default):
@@ -277,8 +277,8 @@ def _control_group(timeout_s: float) -> ProcessGroup:
 def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> ProcessGroup:
     """Create a gloo group of these ranks, or of all. Collective.
 
-    All ranks take part. `use_local_synchronization` would spare the others that, but it names a
-    group by its ranks: a second one of the same ranks would find the addresses of the first.
+    All ranks take part. `use_local_synchronization` would not require the others, but it names a
+    group by its ranks: a second group of the same ranks would find the addresses of the first.
     """
     timeout = timedelta(seconds=timeout_s)
     with meeting_briefly():
@@ -295,7 +295,7 @@ def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> li
 def _replicas(
     coordinates: Sequence[tuple[int, int]], dp_size: int, pp_size: int
 ) -> list[list[int]]:
-    """The global ranks of each replica, from the (data-parallel index, stage) of every rank."""
+    """The global ranks of each replica, given (data-parallel index, stage) of every rank."""
     for d in range(dp_size):
         if (d, pp_size - 1) not in coordinates:
             raise ValueError(
@@ -344,9 +344,10 @@ def init_parallel(
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
-            # only its gathered checkpoints need them, which `checkpoint.optimizer_state` replaces
+            # Only Megatron's gathered checkpoints, which `checkpoint.optimizer_state` replaces, use
+            # these groups.
             create_gloo_process_groups=False,
-            # Megatron makes a timedelta of it, which takes a float
+            # Megatron passes this to timedelta, which accepts a float.
             distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -355,10 +356,10 @@ def init_parallel(
 
 @contextmanager
 def _groups_of_gpus() -> Iterator[None]:
-    """Inside, groups on CUDA take NCCL alone, where they would take gloo too from the default one.
+    """Inside, new groups on CUDA use NCCL alone, instead of the default group's NCCL and gloo.
 
-    Megatron makes dozens and names no backend for them. It sends no tensor of the CPU in them: its
-    own training script starts it with NCCL alone.
+    Megatron makes dozens of groups without naming a backend. It sends no CPU tensors in them: its
+    own training script uses NCCL alone.
     """
     if "cuda:nccl" not in dist.get_backend_config(dist.group.WORLD):
         yield
@@ -373,7 +374,7 @@ def _groups_of_gpus() -> Iterator[None]:
 
 
 def destroy_parallel() -> None:
-    """Tear Megatron's groups down, so that another layout can be set up in the same processes."""
+    """Destroy Megatron's groups, so that another layout can be set up in the same processes."""
     from megatron.core import parallel_state as mpu
 
     mpu.destroy_model_parallel()
