@@ -1,4 +1,4 @@
-"""The architecture of a model in Megatron's terms, and the Hugging Face tensors that it has.
+"""The architecture of a model in Megatron's terms, and its Hugging Face tensors.
 
 Imports neither torch nor Megatron.
 """
@@ -21,12 +21,12 @@ from rlcore.planning.shape import ModelShape
 class Architecture:
     """A model as its `config.json` describes it.
 
-    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (with latent
-    attention, of `LatentConfig`), without layout, dtype and activation: the model builder adds
-    `activation_func` by the name in `activation` ("silu" is torch's `F.silu`). `rope_scaling` holds
-    further keyword arguments of `GPTModel` (`rope_scaling`, `rope_scaling_factor`,
-    `seq_len_interpolation_factor`, `rotary_percent`), or is None; `rope_theta` is its
-    `rotary_base`.
+    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (of `LatentConfig`
+    with latent attention), without layout, dtype and activation: the model builder adds
+    `activation_func` by the name in `activation` ("silu" is torch's `F.silu`). `rope_theta` is the
+    `rotary_base` of `GPTModel`; `rope_scaling` holds further keyword arguments of `GPTModel`
+    (`rope_scaling`, `rope_scaling_factor`, `seq_len_interpolation_factor`, `rotary_percent`), or is
+    None.
     """
 
     family: str
@@ -38,7 +38,7 @@ class Architecture:
     rope_scaling: dict[str, Any] | None
     transformer: dict[str, Any]
     activation: Literal["silu"] = "silu"
-    # "value": a `*ForSequenceClassification` folder with one label
+    # "value": a `*ForSequenceClassification` folder with one label.
     head: Literal["lm", "value"] = "lm"
     folder: Path = Path()
 
@@ -49,17 +49,17 @@ class Architecture:
 
     @property
     def table(self) -> Family:
-        """The conversion table of its family."""
+        """The conversion table of the model's family."""
         return FAMILIES[self.family]
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer that has them; 0 for a dense model."""
+        """The number of routed experts in a layer with experts; 0 for a dense model."""
         return int(self.transformer.get("num_moe_experts") or 0)
 
     @property
     def latent_attention(self) -> bool:
-        """Whether keys and values are made of one low-rank form."""
+        """Whether keys and values come from a shared low-rank form."""
         return self.table.latent_attention
 
     @property
@@ -79,7 +79,7 @@ class Architecture:
         return [self.num_experts > 0] * self.num_layers
 
     def computes_like(self, other: Architecture) -> bool:
-        """Whether modules of the other model with this one's weights compute what this one does."""
+        """Whether the other model's modules with this model's weights compute the same."""
         computed = (
             "family",
             "transformer",
@@ -91,7 +91,7 @@ class Architecture:
         return all(getattr(self, name) == getattr(other, name) for name in computed)
 
     def entries(self) -> list[Entry]:
-        """The table with every layer and expert written out, in the order of a forward pass."""
+        """The table expanded to every layer and expert, in the order of a forward pass."""
         expanded = self.table.expand(self.moe_layers, self.num_experts)
         return [entry for entry in expanded if entry.is_in(self.transformer)]
 
@@ -112,11 +112,11 @@ def weight_tensors(
 ) -> Iterator[tuple[Entry, str, tuple[int, ...], str]]:
     """Yield entry, name, shape and dtype of every tensor, in the order of a publication.
 
-    It is that of a forward pass, but weights that keep a dtype of their own come last, since no
+    This is the order of a forward pass, except that weights with a fixed dtype come last, since no
     bucket mixes dtypes. Tied models have no `lm_head.weight`; vocabulary padding is left out.
 
     Args:
-        dtype: of the others, as "bfloat16".
+        dtype: the dtype of all other weights, such as "bfloat16".
     """
     for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
         for name, shape in zip(entry.hf, hf_shapes(arch, entry)):

@@ -1,8 +1,8 @@
-"""The fields of `config.json` that the conversion reads: their types, and what each family means
-by leaving one out.
+"""The fields of `config.json` that the conversion reads: their types, and each family's defaults.
 
-Types and defaults are those of transformers' configuration classes. A size without which no model
-can be meant has no default here. What changes a model and is not converted has one value `only`.
+Types and defaults are those of transformers' configuration classes. A size that every model must
+give has no default here. A field that would change the model in a way that is not converted accepts
+`only` one value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SIZE = Field("size")
 _OTHER_SIZE = Field("size", None, nullable=True)
 _ABSENT = Field("map", None, nullable=True, only=None)
 _OFF = Field("flag", False, only=False)
-# The default counts nothing where an alias is given; one of them must be.
+# The default is ignored if an alias is given; one of the names must be given.
 _COUNT_OF_EXPERTS = Field("size", None)
 
 _COMMON = {
@@ -28,9 +28,9 @@ _COMMON = {
     "intermediate_size": _SIZE,
     "num_hidden_layers": _SIZE,
     "num_attention_heads": _SIZE,
-    # null: as many as attention heads
+    # null: the number of attention heads.
     "num_key_value_heads": _OTHER_SIZE,
-    # null: hidden_size / num_attention_heads
+    # null: hidden_size / num_attention_heads.
     "head_dim": _OTHER_SIZE,
     "max_position_embeddings": _SIZE,
     "rms_norm_eps": Field("float", 1e-6),
@@ -39,7 +39,7 @@ _COMMON = {
     "attention_bias": _OFF,
     "mlp_bias": _OFF,
     "use_sliding_window": _OFF,
-    # transformers writes 0 for a Qwen2-MoE that does not use its window
+    # transformers writes 0 for a Qwen2-MoE that does not use its window.
     "sliding_window": Field("count", None, nullable=True),
     "layer_types": Field("texts", None, nullable=True),
     "per_layer_config": _ABSENT,
@@ -91,7 +91,7 @@ MIXTRAL: Mapping[str, Field] = {
     "num_experts_per_tok": _SIZE,
 }
 
-# Routers that choose among the experts of their best groups, and the experts behind them.
+# Routers that choose among the experts of the best groups, and their experts.
 _SIGMOID_ROUTER = {
     "num_experts_per_tok": _SIZE,
     "norm_topk_prob": Field("flag", True),

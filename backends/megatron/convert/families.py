@@ -1,6 +1,6 @@
-"""The families that we convert: the table of each, and what its `config.json` leaves out.
+"""The families that we convert: the table of each, and facts that its `config.json` leaves out.
 
-A new family is a table here and its name in `FAMILIES`.
+To add a family, write its table here and add it to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _gated(
     layers: Layers,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Entry, Entry]:
-    """A gated feed-forward net; `names` are its gate, its up and its down projection."""
+    """A gated feed-forward net; `names` are its gate, up and down projections."""
     gate, up, down = (f"{hf}{name}.weight" for name in names)
     return (
         Entry(megatron + "linear_fc1.weight", (gate, up), Split.GATED, layers),
@@ -39,7 +39,7 @@ def _gated(
     )
 
 
-# All but the feed-forward nets.
+# Everything except the feed-forward nets.
 TRUNK = (
     Entry(WORD_EMBEDDING, ("model.embed_tokens.weight",), Split.VOCAB),
     Entry(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Split.REPLICATED),
@@ -80,7 +80,7 @@ _QK_NORM = tuple(
 
 
 def _routed(module: str, names: tuple[str, str, str]) -> tuple[Entry, ...]:
-    """A router and the experts behind it; `names` as in `_gated`."""
+    """A router and its experts; `names` as in `_gated`."""
     expert = _M + "mlp.experts.local_experts.{expert}."
     return (
         Entry(_M + "mlp.router.weight", (_H + module + "gate.weight",), Split.REPLICATED, "moe"),
@@ -185,7 +185,7 @@ _LATENT_ATTENTION = (
     _low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight"),
 )
 
-# Experts behind sigmoid routers with a bias, and experts that every token passes through.
+# Experts with sigmoid routers with a bias, and experts that every token passes through.
 _BIASED_ROUTER = (
     Entry(
         _M + "mlp.router.expert_bias",
@@ -205,14 +205,13 @@ _SIGMOID_EXPERTS = Experts(
     scoring="sigmoid",
 )
 
-# DeepSeek-V3 and Moonlight: latent attention, and experts behind sigmoid routers with a bias. The
-# layers that predict further tokens (`num_nextn_predict_layers`) are left out, as transformers
-# leaves them out.
+# DeepSeek-V3 and Moonlight: latent attention, and experts with sigmoid routers with a bias. As in
+# transformers, the layers that predict further tokens (`num_nextn_predict_layers`) are left out.
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     class_prefix="DeepseekV3",
     entries=(
-        # its o_proj is of another shape here
+        # o_proj stays in the table, with another shape.
         *(entry for entry in _DENSE if "linear_qkv" not in entry.megatron),
         *_LATENT_ATTENTION,
         *_BIASED_ROUTER,
@@ -222,7 +221,7 @@ DEEPSEEK_V3 = Family(
     experts=_SIGMOID_EXPERTS,
 )
 
-# GLM-4.5 to 4.7: the same experts behind usual attention, whose bias and norms `config.json` says,
+# GLM-4.5 to 4.7: the same experts with usual attention, whose bias and norms `config.json` gives,
 # and rotary positions for a part of each head.
 GLM4_MOE = Family(
     model_type="glm4_moe",

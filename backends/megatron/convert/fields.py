@@ -32,13 +32,13 @@ class Rope:
 def read_rope(
     folder: Path, given: Mapping[str, Any], config: Mapping[str, Any], family: Family
 ) -> Rope:
-    """Read either spelling of rotary positions, as transformers 5 does.
+    """Read either spelling of rotary positions, like transformers 5.
 
-    transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
-    What is said twice must be the same.
+    transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`.
+    A value that is given twice must be the same.
 
     Args:
-        given: `config.json` as it is, to distinguish what it says from defaults.
+        given: the unchanged `config.json`, to distinguish given values from defaults.
     """
     old = _one_spelling(folder, "rope_scaling", config)
     new = _one_spelling(folder, "rope_parameters", config)
@@ -79,15 +79,15 @@ def read_rope(
             folder,
             f"{name}.mscale",
             settings["mscale"],
-            "a number above 0, as megatron-core needs it beside mscale_all_dim",
+            "a number above 0, as megatron-core needs it together with mscale_all_dim",
         )
     return Rope(float(settings["rope_theta"]), kind, settings)
 
 
 def _one_spelling(folder: Path, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under one name, where `rope_type` was `type` once."""
+    """Return the settings under one name; `rope_type` may have its old name `type`."""
     said = dict(config[name] or {})
-    # transformers takes a key with the name of a type of layers for settings of these layers.
+    # transformers reads a key that names a layer type as the settings of these layers.
     if nested := sorted(k for k, v in said.items() if k == FULL_ATTENTION or isinstance(v, dict)):
         raise refusal(
             folder, f"{name}.{nested[0]}", said[nested[0]], "one set of positions for all layers"
@@ -101,7 +101,7 @@ def _one_spelling(folder: Path, name: str, config: Mapping[str, Any]) -> dict[st
 
 
 def rope_arguments(rope: Rope) -> dict[str, Any] | None:
-    """Scaling and share of rotary positions as GPTModel's keyword arguments."""
+    """Scaling and partial rotation as GPTModel's keyword arguments."""
     part = float(rope.settings["partial_rotary_factor"] or 1.0)
     found: dict[str, Any] = {} if part == 1.0 else {"rotary_percent": part}
     if rope.kind == "linear":
@@ -117,7 +117,7 @@ def rope_arguments(rope: Rope) -> dict[str, Any] | None:
 def expert_fields(
     folder: Path, config: Mapping[str, Any], experts: Experts, num_layers: int
 ) -> dict[str, Any]:
-    """Read the `moe_*` fields; ModelError where two keys disagree or no layer has experts."""
+    """Read the `moe_*` fields. Raises ModelError if keys disagree or no layer has experts."""
     num_experts = _count_of_experts(folder, config, experts.count)
     topk = config["num_experts_per_tok"]
     if topk > num_experts:
@@ -131,11 +131,11 @@ def expert_fields(
         "num_moe_experts": num_experts,
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": width,
-        # No list where all layers have experts: because of a list Megatron's checkpoints would not
-        # treat the layers as alike.
+        # If all layers have experts, no list is given: with a list Megatron's checkpoints would not
+        # treat the layers as equal.
         "moe_layer_freq": 1 if all(has_experts) else [int(has) for has in has_experts],
         "moe_router_score_function": experts.scoring,
-        # The softmax over the chosen logits is the softmax over all, normalised over the chosen.
+        # A softmax over the chosen logits equals the softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not normalized,
     }
     if experts.scoring == "sigmoid":
@@ -149,7 +149,7 @@ def expert_fields(
 
 
 def _count_of_experts(folder: Path, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """Read the number of experts, which may stand under two names."""
+    """Read the number of experts, which may be given under two names."""
     counts = {config[key] for key in keys} - {None}
     if len(counts) != 1:
         got = [config[key] for key in keys]
@@ -185,7 +185,8 @@ def _sigmoid_fields(folder: Path, config: Mapping[str, Any], num_experts: int) -
         "moe_router_num_groups": groups,
         "moe_router_group_topk": best,
         "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
-        "moe_router_dtype": "fp32",  # as transformers computes it, whatever the model's dtype
+        # transformers computes it in fp32, whatever the model's dtype.
+        "moe_router_dtype": "fp32",
     }
 
 
@@ -231,7 +232,7 @@ def latent_fields(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
 def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of each weight of a latent attention, by the last part of its Megatron name.
 
-    Other attentions give an empty dictionary.
+    Empty for other kinds of attention.
     """
     if not fields.get("multi_latent_attention"):
         return {}
@@ -269,7 +270,8 @@ def _rotary_fields(rope: Rope) -> dict[str, Any]:
     settings = rope.settings
     mscale, mscale_all_dim = (float(settings[key] or 0.0) for key in ("mscale", "mscale_all_dim"))
     if not mscale_all_dim:
-        mscale = 1.0  # transformers then goes by `factor` alone
+        # transformers then uses `factor` alone.
+        mscale = 1.0
     return {
         "rope_type": "yarn",
         "rotary_base": rope.theta,

@@ -1,4 +1,4 @@
-"""Writing the Hugging Face folder of an exported model, which is renamed when it is complete."""
+"""Writing an exported model as a Hugging Face folder, which is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlcore.weights import TensorSpec, cut_buckets
 
 
 class FolderWriter:
-    """Writes tensors in the order of `specs` into a folder aside, which is renamed at the end.
+    """Writes tensors in the order of `specs` to a temporary folder, which is renamed at the end.
 
-    `sources` are the folders that the model and its tokenizer came from. An earlier export in
-    `folder` is replaced when the new one is complete.
+    `sources` are the folders of the model and its tokenizer. An earlier export in `folder` is
+    replaced when the new export is complete.
 
-    Raises ModelError where `folder` holds something else, or is one of the sources.
+    Raises ModelError if `folder` holds something else, or is one of the sources.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FolderWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor; its memory may be reused afterwards.
 
-        An error of the disk is raised by `finish`: the other ranks are in the middle of sending.
+        `finish` raises any disk error: here the other ranks are still sending.
         """
         if self._failure is not None:
             return
@@ -70,8 +70,8 @@ class FolderWriter:
     def finish(self, hf_config: dict[str, Any], class_name: str) -> None:
         """Write index and config, copy the rest from the sources, and rename the folder.
 
-        Raises RunFailed naming the folder and the reason where something could not be written. Then
-        nothing of the new export is left, and an earlier one is unchanged.
+        Raises RunFailed naming the folder and the reason if something could not be written. The
+        new export is then removed, and an earlier export is unchanged.
         """
         try:
             if self._failure is not None:
@@ -101,7 +101,8 @@ class FolderWriter:
     def _config(self, hf_config: dict[str, Any], class_name: str) -> dict[str, Any]:
         """The source's config with the exported class and dtype, and one label for a value head."""
         config = {**hf_config, "architectures": [class_name], "dtype": self._dtype}
-        if "torch_dtype" in config:  # the spelling before transformers 5
+        # The spelling before transformers 5.
+        if "torch_dtype" in config:
             config["torch_dtype"] = self._dtype
         if class_name.endswith("ForSequenceClassification"):
             config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

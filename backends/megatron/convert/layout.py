@@ -1,7 +1,7 @@
 """The parameters of a built model, and the Hugging Face tensors that they are made of.
 
-Both directions are views and copies of the same elements, so that a round trip is exact to the bit.
-A piece is the rank's slice of a Hugging Face tensor:
+Both directions are views and copies of the same elements, so a round trip is bit-exact. A piece is
+the rank's slice of a Hugging Face tensor:
 
     load     pieces                        -> `pack`   -> the rank's Megatron parameter
     export   the rank's Megatron parameter -> `unpack` -> pieces, as views
@@ -52,8 +52,8 @@ def tp_slice(
 ) -> Slice:
     """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds.
 
-    It is empty where all is padding. A routed expert is split over the expert-tensor-parallel ranks
-    instead.
+    The slice is empty if the rank holds only padding. For a routed expert pass the
+    expert-tensor-parallel rank and size.
     """
     if split is Split.REPLICATED or (size == 1 and split is not Split.VOCAB):
         return Slice(None)
@@ -80,7 +80,7 @@ def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> 
 def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> list[Tensor]:
     """View a Megatron parameter as pieces, one for each Hugging Face tensor.
 
-    `rows` are the pieces' sizes along dim 0. Pieces of a QKV split have one leading dimension more,
+    `rows` are the pieces' sizes along dim 0. Pieces of a QKV split have one more dimension,
     [groups, rows / groups, ...].
     """
     if split is Split.QKV:
@@ -120,7 +120,7 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 def global_name(model: nn.Module, name: str) -> str:
     """A parameter's name with layer and expert counted over the whole model.
 
-    It is spelled as in the local layer spec.
+    The spelling is that of the local layer spec.
     """
     match = LAYER.match(name)
     if match is None:
@@ -136,10 +136,10 @@ def global_name(model: nn.Module, name: str) -> str:
 def owned_parameters(
     chunks: Sequence[nn.Module], arch: Architecture
 ) -> Iterator[tuple[Entry, Tensor, bool]]:
-    """Yield (entry, weight, is a copy) of this rank's parameters, and of saved buffers.
+    """Yield (entry, weight, is a copy) for this rank's parameters, and for saved buffers.
 
     With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word
-    embedding as its output layer: it is loaded like the embedding and never exported.
+    embedding as its output layer. The copy is loaded like the embedding and never exported.
     """
     table = {entry.megatron: entry for entry in arch.entries()}
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder: every rank reads the slices of its Megatron parameters alone."""
+"""Loading a Hugging Face folder: every rank reads only the slices of its Megatron parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlcore.errors import ModelError
 class SafetensorsFolder:
     """Slices of the tensors of a folder, by name.
 
-    A file is opened when it is first needed, and mapped instead of read.
+    A file is opened at first use, and memory-mapped instead of read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all its tensors."""
+        """The names of all tensors."""
         return self._file_of.keys()
 
     def read(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor:
@@ -53,7 +53,7 @@ class SafetensorsFolder:
             )
         if part.dim is None:
             return stored[:]
-        # a shard that is all padding; safetensors refuses an empty slice
+        # The rank holds only padding; safetensors refuses an empty slice.
         if part.length == 0:
             return torch.empty(part.shape(shape))
         end = part.start + part.length
@@ -72,9 +72,9 @@ def load_hf(
     """Fill this rank's model chunks from a folder, in place and without communication.
 
     Vocabulary padding becomes zero. `arch` is the built model's architecture; the folder may be
-    another checkpoint of it, or a sequence classifier whose `score.weight` becomes the value head.
-    The folder of a language model leaves the value head as it is. Raises ModelError for a shard or
-    tensor that is missing or has another shape.
+    another model of this architecture, or a sequence classifier whose `score.weight` becomes the
+    value head. A language model's folder leaves the value head unchanged. Raises ModelError for a
+    shard or tensor that is missing or has another shape.
     """
     with SafetensorsFolder(Path(folder)) as source:
         for entry, param, _ in owned_parameters(chunks, arch):

@@ -42,7 +42,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         weights: also check that the folder has weights.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that
-    we do not convert, a field that transformers would refuse, two that contradict each other.
+    we do not convert, a field that transformers would refuse, or contradictory fields.
     """
     folder = Path(folder)
     given = read_config(folder)
@@ -74,13 +74,13 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
 def read_models(
     config: Config, *, weights: bool = True
 ) -> tuple[Architecture, dict[str, Architecture]]:
-    """Read the folder of `model.path`, and those of the other models by their keys.
+    """Read the folder of `model.path`, and the other models' folders by their keys.
 
     Args:
         weights: see `read_architecture`.
 
     Raises:
-        ModelError: as `read_architecture`; it begins with the key of the folder.
+        ModelError: as `read_architecture`; the message begins with the key of the folder.
     """
     found = {}
     for key, folder in {"model.path": config.model.path, **other_folders(config)}.items():
@@ -110,7 +110,7 @@ def _transformer_fields(
     }
     if family.latent_attention:
         rotary = config["qk_rope_head_dim"]
-        # transformers gives the name to the part with rotary positions.
+        # transformers uses this name for the part with rotary positions.
         if config["head_dim"] not in (None, rotary):
             raise refusal(
                 folder, "head_dim", config["head_dim"], f"qk_rope_head_dim {rotary}, or no head_dim"
@@ -129,7 +129,7 @@ def _head_dim(folder: Path, config: Mapping[str, Any], family: Family) -> int:
     heads = config["num_attention_heads"]
     hidden = config["hidden_size"]
     size: int = config["head_dim"] or hidden // heads
-    # Llama's configuration refuses this for any head_dim, the others' go on with what is left over.
+    # Llama's configuration class refuses this for any head_dim; the others accept a remainder.
     if hidden % heads and (not config["head_dim"] or family.model_type == "llama"):
         raise refusal(folder, "num_attention_heads", heads, f"a divisor of hidden_size {hidden}")
     return size
@@ -165,7 +165,7 @@ def _check_heads(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _family(folder: Path, given: Mapping[str, Any]) -> Family:
-    """Find the family by `model_type`, whose classes `architectures` must name where given."""
+    """Find the family by `model_type`; `architectures`, if given, must name one of its classes."""
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
     names = check_fields(folder, given, ARCHITECTURES)
     classes = names["architectures"] or []
@@ -174,7 +174,8 @@ def _family(folder: Path, given: Mapping[str, Any]) -> Family:
     if family is None:
         kind = f"model_type {given.get('model_type')!r}"
         got = classes[0] if classes else kind
-        if got in known:  # Kimi K2 borrows the class of DeepSeek-V3
+        # Kimi K2 uses the class of DeepSeek-V3 with another `model_type`.
+        if got in known:
             got += f" with {kind}"
         raise ModelError(f"{folder}: architecture {got} is not converted; converted are: {known}")
     if classes and not set(classes) & set(family.classes):
@@ -186,13 +187,13 @@ def _family(folder: Path, given: Mapping[str, Any]) -> Family:
 
 def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Refuse attention windows, which are not converted."""
-    # Qwen gives a window and says that it is not used; Mixtral uses the window that it gives.
+    # Qwen's configurations give a window and disable it; Mixtral uses the window that it gives.
     if config["sliding_window"] is not None and "use_sliding_window" not in given:
         raise refusal(
             folder,
             "sliding_window",
             config["sliding_window"],
-            "null, or use_sliding_window: false beside it, as windows are not converted",
+            "null, or use_sliding_window: false with it, as windows are not converted",
         )
     kinds = config["layer_types"]
     layers = config["num_hidden_layers"]
@@ -203,7 +204,7 @@ def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str
 
 
 def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse all but one label, a value or reward; by transformers' default a model has two."""
+    """Refuse any number of labels but one (a value or reward); transformers' default is two."""
     counts = {len(config["id2label"]) if config["id2label"] else None, config["num_labels"]}
     counts = counts - {None} or {2}
     if counts != {1}:
@@ -216,9 +217,9 @@ def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_weights(folder: Path, arch: Architecture) -> None:
-    """Refuse a folder without weights, and a tied model with a head of its own.
+    """Refuse a folder without weights, and a tied model with a separate head.
 
-    transformers 5 unties such a model by its weights; engines go by `config.json`.
+    transformers 5 unties such a model by its weights; engines follow `config.json`.
     """
     if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
         hint = ""
@@ -252,7 +253,7 @@ def _check_weights(folder: Path, arch: Architecture) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, by the index or from the files' headers.
+    """Return the file of each tensor, from the index or from the files' headers.
 
     Raises:
         ModelError: the index or a file cannot be read.

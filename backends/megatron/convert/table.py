@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from rlcore.hf_config.fields import Field
 
-# Transformer Engine's layer spec fuses two norms into the linear layer behind them.
+# Transformer Engine's layer spec fuses two norms into the following linear layers.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-# Its grouped matmuls hold the experts of a rank as numbered weights of one module.
+# Transformer Engine's grouped matmuls hold a rank's experts as numbered weights of one module.
 _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
-# [1, hidden], replicated over TP; Hugging Face's `score.weight`
+# [1, hidden], replicated over TP; Hugging Face's `score.weight`.
 VALUE_HEAD = "value_head.weight"
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -30,9 +30,9 @@ OUTPUT_LAYER = "output_layer.weight"
 def local_spelling(name: str) -> str:
     """The name of a layer's parameter in the local layer spec, from its name in either spec.
 
-    The tables are written in this spelling, so loading and exporting need no other:
-    `linear_qkv.layer_norm_weight` is `input_layernorm.weight`, `experts.linear_fc1.weight3` is
-    `experts.local_experts.3.linear_fc1.weight`.
+    The tables use this spelling, so loading and exporting need no other:
+    `linear_qkv.layer_norm_weight` becomes `input_layernorm.weight`, and
+    `experts.linear_fc1.weight3` becomes `experts.local_experts.3.linear_fc1.weight`.
     """
     if grouped := _GROUPED_EXPERT.match(name):
         return f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
@@ -46,13 +46,13 @@ class Split(Enum):
     COLUMN = "column"  # dim 0, contiguous
     ROW = "row"  # dim 1, contiguous
     VOCAB = "vocab"  # dim 0 of the padded vocabulary
-    # q, k, v: interleaved per KV group; groups are split over the ranks
+    # q, k, v: interleaved per KV group; groups are split over the ranks.
     QKV = "qkv"
-    # gate, up: each split along dim 0, then stacked on every rank
+    # gate, up: each split along dim 0, then stacked on every rank.
     GATED = "gated"
 
 
-# the layers that have an entry: all, or layers with one feed-forward net, or layers with experts
+# The layers with an entry: all, only layers with one feed-forward net, or only those with experts.
 Layers = Literal["all", "dense", "moe"]
 
 
@@ -67,25 +67,25 @@ class Entry:
     hf: tuple[str, ...]
     split: Split
     layers: Layers = "all"
-    # the routed expert that it belongs to, where names are filled in; None: to none
+    # The routed expert of the entry once names are filled in; None: a dense weight.
     expert: int | None = None
-    # a TransformerConfig field: only models that have it have the entry
+    # A TransformerConfig field: only models with it have the entry.
     where: str | None = None
-    unless: str | None = None  # ... only models without it
-    dtype: str | None = None  # kept in this dtype, whatever the model's
+    unless: str | None = None  # a field: only models without it have the entry
+    dtype: str | None = None  # fixed dtype, whatever the model's
 
     @property
     def per_layer(self) -> bool:
-        """Whether it stands for a parameter of each layer."""
+        """Whether the entry stands for a parameter of each layer."""
         return "{layer}" in self.megatron
 
     @property
     def per_expert(self) -> bool:
-        """Whether it stands for a parameter of each routed expert."""
+        """Whether the entry stands for a parameter of each routed expert."""
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int | None = None) -> Entry:
-        """The entry of one layer (and expert), names filled in."""
+        """The entry of one layer (and expert), with names filled in."""
         megatron, *hf = (
             name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)
         )
@@ -102,16 +102,16 @@ class Entry:
 class Experts:
     """How a family's `config.json` describes its experts, and facts that it leaves out."""
 
-    # keys, either of them: some are aliases in transformers
+    # Keys of the number of experts; some are aliases in transformers.
     count: tuple[str, ...]
     width: str  # key: feed-forward width of a routed expert
-    # whether the chosen experts' probabilities add up to 1, or the key that says so
+    # Whether the chosen experts' probabilities add up to 1, or the key of this setting.
     normalized: str | bool
-    # key: width of the expert that every token passes through, with a gate
+    # Key: width of the gated expert that every token passes through.
     shared_width: str | None = None
-    # key: how many experts of `width` every token passes through, without a gate
+    # Key: number of ungated experts of `width` that every token passes through.
     shared_count: str | None = None
-    # sigmoid: chosen with a bias, in groups, and scaled afterwards
+    # sigmoid: experts are chosen with a bias, in groups, and their weights are scaled.
     scoring: Literal["softmax", "sigmoid"] = "softmax"
 
 
@@ -120,13 +120,13 @@ class Family:
     """A model family: its table, and facts that its `config.json` leaves out."""
 
     model_type: str  # `model_type` in config.json
-    # `<prefix>ForCausalLM`, `<prefix>ForSequenceClassification`
+    # `<prefix>ForCausalLM`, `<prefix>ForSequenceClassification`.
     class_prefix: str
     entries: tuple[Entry, ...]  # in the order of a forward pass
     fields: Mapping[str, Field]  # of `config.json`
     qkv_bias: bool = False
     qk_norm: bool = False
-    # keys and values made of one low-rank form (DeepSeek-V2)
+    # Keys and values come from a shared low-rank form (DeepSeek-V2).
     latent_attention: bool = False
     experts: Experts | None = None  # a mixture of experts
 
@@ -138,7 +138,7 @@ class Family:
     def expand(self, moe_layers: Sequence[bool], num_experts: int) -> Iterator[Entry]:
         """Yield every entry of a model, embedding first, head last.
 
-        `moe_layers` says for each layer whether it has experts.
+        `moe_layers` states for each layer whether it has experts.
         """
         before = [
             e for e in self.entries if not e.per_layer and e.megatron.startswith("embedding.")
