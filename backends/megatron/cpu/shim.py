@@ -30,9 +30,10 @@ _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     r"\s*The 'megatron.core.transformer.custom_layers.transformer_engine'",
-    "full scope is deprecated",  # a default of TransformerConfig
+    # Caused by a default of TransformerConfig.
+    "full scope is deprecated",
 )
-# of CUDA_DEVICE_MAX_CONNECTIONS
+# Warnings about CUDA_DEVICE_MAX_CONNECTIONS.
 _WARNINGS_OF_CUDA = ("When using async grad allreduce", "When using sequence parallelism")
 
 
@@ -48,7 +49,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _on_cpu(device: Any) -> Any:
-    """Replace 'cuda', 'cuda:0' and torch.device('cuda') by the CPU; anything else stays."""
+    """Replace 'cuda', 'cuda:0' and torch.device('cuda') by the CPU; other values stay."""
     if isinstance(device, str):
         return _CPU if device.startswith("cuda") else device
     return _CPU if isinstance(device, torch.device) and device.type == "cuda" else device
@@ -57,7 +58,7 @@ def _on_cpu(device: Any) -> Any:
 class _CudaMeansCpu(TorchFunctionMode):
     """Replaces explicit CUDA devices by the CPU, and answers `.cuda()` and `.type()`.
 
-    By these two Megatron asks whether a tensor is on the GPU.
+    Megatron uses these two to check whether a tensor is on the GPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +82,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Nothing:
-    """A stream, event or device guard that takes every call and does nothing."""
+    """A stream, event or device guard that accepts every call and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -156,7 +157,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 class _Installed:
     """The stubs, which are global attributes.
 
-    The first context that opens installs them, the last that closes removes them.
+    The first context to open installs them, and the last to close removes them.
     """
 
     def __init__(self) -> None:
@@ -168,13 +169,13 @@ class _Installed:
         with self._lock:
             self._open += 1
             if self._open == 1:
-                # torch.optim imports it at first use, and its tables refuse a function with two
-                # names: import it before the stubs are there.
+                # torch.optim imports dynamo at first use, and dynamo's tables refuse a function
+                # with two names: import it before the stubs are installed.
                 importlib.import_module("torch._dynamo")
                 for owner, name, stub in _replacements():
                     self._stubs.enter_context(replaced(owner, name, stub))
-                # If another library imported Megatron first, its functions are left to the
-                # compiler, whose tables refuse the stubs too and are rebuilt after a process group
+                # If another library imported Megatron first, its functions are still compiled. The
+                # compiler's tables refuse the stubs too, and are rebuilt after a process group
                 # ends.
                 self._stubs.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -190,10 +191,10 @@ _installed = _Installed()
 
 @contextlib.contextmanager
 def megatron_device(device: torch.device | str) -> Iterator[None]:
-    """Put this around calls into Megatron: they run on `device`.
+    """Inside, calls into Megatron run on `device`.
 
-    It is re-entrant, and needed in each thread that makes such calls. On the CPU every torch call
-    inside costs about a microsecond more, so generation and the like stay outside.
+    The context is re-entrant, and each thread that calls Megatron needs it. On the CPU it adds
+    about a microsecond to every torch call, so keep generation and the like outside.
     """
     if torch.device(device).type == "cuda":
         yield
@@ -204,10 +205,10 @@ def megatron_device(device: torch.device | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Put this around imports of megatron.core; the first one must be inside.
+    """Put this around imports of megatron.core; the first import must be inside.
 
-    Without CUDA its `torch.compile` decorators become no-ops: they would import the compiler, which
-    takes seconds, and need a C++ compiler when one of the functions is first called.
+    Without CUDA Megatron's `torch.compile` decorators become no-ops: they would import the
+    compiler, which takes seconds, and need a C++ compiler at the first call of such a function.
     """
     compiles = "megatron.core.jit" in sys.modules or torch.cuda.is_available()
     compiler = torch.compile if compiles else _uncompiled
@@ -222,7 +223,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def expected_warnings_off() -> Iterator[None]:
-    """Put this around imports and building: Megatron warns of missing optional packages."""
+    """Inside, Megatron's warnings about missing optional packages are off."""
     with warnings.catch_warnings():
         unneeded = () if torch.cuda.is_available() else _WARNINGS_OF_CUDA
         for message in (*_EXPECTED_WARNINGS, *unneeded):
@@ -234,7 +235,7 @@ def expected_warnings_off() -> Iterator[None]:
 
 
 def contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Make chunks contiguous: of others gloo's scatter sends the raw memory, silently."""
+    """Make chunks contiguous: gloo's scatter silently sends the raw memory of other chunks."""
 
     def call(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         chunks = [chunk.contiguous() for chunk in scatter_list] if scatter_list else scatter_list
@@ -244,7 +245,7 @@ def contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather parts of different sizes by a broadcast of each, since gloo refuses them.
+    """Gather parts of different sizes by one broadcast each, since gloo refuses them.
 
     The tokens of an expert that is split over ranks are such parts.
     """
@@ -264,7 +265,7 @@ def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Reduce and scatter parts of different sizes by a reduction of each."""
+    """Reduce and scatter parts of different sizes by one reduction each."""
 
     def call(
         output: Tensor,
