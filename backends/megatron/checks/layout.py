@@ -13,9 +13,9 @@ from rlcore.errors import ConfigError, ModelError
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout that the model or the number of processes does not admit.
+    """Refuse a layout that does not fit the model or the number of processes.
 
-    Raises ConfigError naming the key, the reason and a remedy. Asks neither torch.distributed nor
+    Raises ConfigError naming the key, the reason and a remedy. Uses neither torch.distributed nor
     Megatron.
     """
     tp = parallel.tensor
@@ -35,7 +35,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         ("KV groups", groups),
         ("feed-forward width", model["ffn_hidden_size"]),
     ]
-    # tensor parallelism splits the projections to the low-rank forms too
+    # Tensor parallelism also splits the projections to the low-rank forms.
     if arch.latent_attention:
         low_rank = model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]
         sizes.append(("kv_lora_rank + qk_rope_head_dim", low_rank))
@@ -54,7 +54,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
 def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
     """The number of layers of each pipeline stage, over all its model chunks.
 
-    Raises ConfigError where they do not divide, naming the keys and the nearest split that fits.
+    Raises ConfigError naming the keys and the nearest split that fits, if the layers do not divide.
     """
     pp = parallel.pipeline
     vpp = parallel.virtual_pipeline
@@ -111,7 +111,7 @@ def _advice(layers: int, pp: int) -> str:
 def check_others(
     others: Mapping[str, Architecture], parallel: ParallelConfig, world_size: int
 ) -> None:
-    """Call `check_layout` for the other models, by the keys that name their folders."""
+    """Call `check_layout` for the other models; `others` maps keys of folders to models."""
     for key, arch in others.items():
         try:
             check_layout(arch, parallel, world_size)
@@ -122,7 +122,7 @@ def check_others(
 
 
 def check_vocabularies(others: Mapping[str, Architecture], policy: Architecture) -> None:
-    """Refuse a model whose vocabulary is not the policy's, by a ModelError naming its key."""
+    """Raise ModelError naming the key of a model with another vocabulary than the policy's."""
     for key, arch in others.items():
         if arch.vocab_size != policy.vocab_size:
             raise ModelError(
@@ -132,7 +132,7 @@ def check_vocabularies(others: Mapping[str, Architecture], policy: Architecture)
 
 
 def check_replay(arch: Architecture) -> None:
-    """Refuse routing replay of a model without experts, by a ConfigError."""
+    """Raise ConfigError for routing replay of a model without experts."""
     if not arch.num_experts:
         raise ConfigError(
             f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to"
@@ -141,7 +141,7 @@ def check_replay(arch: Architecture) -> None:
 
 
 def _check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout of experts that does not fit, or whose gradients would be wrong."""
+    """Refuse a layout of experts that does not fit or would give wrong gradients."""
     tp = parallel.tensor
     pp = parallel.pipeline
     ep = parallel.expert

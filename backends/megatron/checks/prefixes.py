@@ -1,4 +1,4 @@
-"""Whether a run computes prefixes that sequences share once, and if not, why."""
+"""The choice whether a run computes shared prefixes once, and its reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 @dataclass(frozen=True)
 class PrefixSharing:
-    """The choice and its reason, which are printed when a run starts."""
+    """The choice and its reason; both are printed when a run starts."""
 
     on: bool
     reason: str
@@ -28,7 +28,7 @@ def choose_prefix_sharing(config: Config, *, transformer_engine: bool) -> Prefix
         transformer_engine: the layers are Transformer Engine's.
 
     Raises:
-        ConfigError: `policy.share_prefixes` is `on`, and it cannot be.
+        ConfigError: `policy.share_prefixes` is `on`, but the run does not support it.
     """
     wanted = config.policy.share_prefixes
     if wanted == "off":

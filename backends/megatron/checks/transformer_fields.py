@@ -1,7 +1,7 @@
 """Checks of the TransformerConfig fields that `policy.megatron` sets.
 
 A field may change how a step is computed, never the result of the step. Some choices of activation
-recomputation would fail, be wrong or do nothing.
+recomputation would fail, give wrong results or do nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_YET = "not available yet"
 _DENSE = "the model has no experts"
 _LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
-# reason -> fields that are refused for it
+# Reason -> the fields that are refused for this reason.
 REFUSED: dict[str, tuple[str, ...]] = {
     "set it under policy.parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
         "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
         "moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_latent_size"),
-    "a token's experts would depend on the tokens beside it, and so would its log-prob": (
+    "a token's experts would depend on the other tokens, and so would its log-prob": (
         "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_dropping",
         "moe_token_drop_policy", "moe_router_force_load_balancing"),
     "it would make noise of the ratio between two policies": ("moe_input_jitter_eps",),
@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "window_size", "window_attn_skip_freq", "softmax_type", "qk_clip",
         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "attention_backend",
         "flash_decode"),
-    # accepted with Transformer Engine's layers
+    # With Transformer Engine's layers these are accepted.
     _NO_TE: (
         "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion",
         "use_te_activation_func", "cpu_offloading", "moe_permute_fusion", "moe_router_fusion",
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
                "fine_grained_activation_offloading"),
 }  # fmt: skip
 
-# prefix of field names -> the reason for which all such fields are refused
+# Prefix of field names -> the reason for which all such fields are refused.
 _REFUSED_FAMILIES = {
     "mtp_": _NOT_YET, "linear_": _NOT_YET, "dsa_": _NOT_YET, "mamba_": _NOT_YET,
     "heterogeneous": _NOT_YET, "fp8": "set policy.fp8, which needs Transformer Engine",
@@ -124,7 +124,8 @@ def check_overrides(
 ) -> None:
     """Refuse unknown fields, fields that something else decides, and fields that do nothing.
 
-    `te_layers`: the layers are Transformer Engine's.
+    Args:
+        te_layers: the layers are Transformer Engine's.
 
     Raises ConfigError naming the key, and the nearest field or the reason.
     """
@@ -167,8 +168,8 @@ def check_recompute(
     """Refuse a choice that changes the gradients or saves nothing.
 
     Args:
-        given: `policy.megatron`; other fields are not looked at.
-        te_layers: whether the layers are Transformer Engine's; None: not known here.
+        given: `policy.megatron`; fields that do not concern recomputation are ignored.
+        te_layers: whether the layers are Transformer Engine's; None: unknown.
 
     Raises ConfigError naming the key, its value and values that work.
     """
@@ -201,7 +202,8 @@ def check_recompute(
 def _check_full(given: Mapping[str, Any], arch: Architecture, parallel: ParallelConfig) -> None:
     """Check the recomputation of whole layers.
 
-    `uniform` recomputes runs of so many layers, `block` only the first so many of each chunk.
+    With n `recompute_num_layers`, `uniform` recomputes runs of n layers, and `block` only the first
+    n layers of each chunk.
     """
     method = given.get("recompute_method")
     count = given.get("recompute_num_layers")
