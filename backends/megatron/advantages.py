@@ -1,8 +1,8 @@
-"""Advantages and returns of a batch for callers outside of a run; no training step comes here.
+"""Advantages and returns of a batch, for callers outside of a run; training does not use this.
 
-Training computes them in `rlcore.trainer.credit`, which this calls once, on rank 0, and sends the
-result to every rank. It needs neither Megatron nor a GPU, nor torch.distributed: a CPU unit test
-calls it with a stub of `megatron.core.mpu` (see `backends.megatron.testing`).
+Training computes them in `rlcore.trainer.credit`. This module calls the same code once, on rank 0,
+and sends the result to every rank. It needs no Megatron, GPU or torch.distributed: a CPU unit test
+can call it with a stub of `megatron.core.mpu` (see `backends.megatron.testing`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def compute_advantages_and_returns(
     """Compute advantages by `config.algorithm.estimator`, normalised as configured.
 
     Collective where `parallel` has groups: rank 0 passes the batch and computes, the other ranks
-    pass None and receive the result. Without groups this process computes, whatever its rank is.
+    pass None and receive the result. Without groups this process computes, whatever its rank.
 
-    Where the batch has log-probs of policy and reference, their KL by `algorithm.kl.reward_kind` is
-    stored as `batch.vectors["kl"]`, raw: no estimator can change it.
+    If the batch has log-probs of policy and reference, their KL by `algorithm.kl.reward_kind` is
+    stored raw as `batch.vectors["kl"]`; no estimator can change it.
 
     Args:
         batch: `vectors` holds `rewards` and `group_ids`, [B], and the estimator's further inputs:
@@ -46,8 +46,8 @@ def compute_advantages_and_returns(
 
     Raises:
         MissingInputError: the batch lacks a vector that the estimator needs.
-        ConfigError: the configuration names no estimator, or a coefficient that this one would
-            ignore.
+        ConfigError: the configuration names no estimator, or a coefficient that the estimator
+            would ignore.
         RunFailed: the estimator broke a rule: see `CreditAssignment.assign`. On the other ranks,
             any error on rank 0.
     """

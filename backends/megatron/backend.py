@@ -79,19 +79,20 @@ class MegatronBackend:
     """`PolicyBackend` on Megatron-Core. Every method is collective.
 
     Args:
-        config: the whole configuration; the models' sections and the sampling temperature are used.
+        config: the whole configuration, of which the models' sections and the sampling temperature
+            are used.
         objective: the loss of a micro-batch, per token (`rlcore.trainer.objective.Objective`).
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.
-        total_steps: optimizer steps of the run, after which the learning rate is at its end. With
-            0 the policy is not trained and has no optimizer.
+        total_steps: optimizer steps of the run, over which the learning rate is scheduled. With 0
+            the policy is not trained and has no optimizer.
         device: "cpu" or this rank's CUDA device.
-        weights: read them; a dry run has folders without.
-        coordinates: (data-parallel index, stage) of every rank, where they cannot be asked.
+        weights: read the weights; a dry run has folders without weights.
+        coordinates: (data-parallel index, stage) of every rank, if ranks cannot gather them.
 
-    Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does
-    not fit.
+    Raises ConfigError or ModelError if a layout, a `policy.megatron` field or a folder does not
+    fit.
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class MegatronBackend:
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
         self._local_batch: LocalBatch | None = None
         self._exporter: WeightExporter | None = None
-        self._host_copies = HostCopies()  # for saves in the background
+        # Memory for saves in the background.
+        self._host_copies = HostCopies()
         self._pending: PendingCheckpoint | None = None
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
         try:
@@ -146,7 +148,7 @@ class MegatronBackend:
                     build_critic(context, self.policy, total_steps) if with_critic else None
                 )
         except BaseException:
-            # Megatron's groups are process-wide: they must not outlive a model that does not fit
+            # Megatron's groups are process-wide: they must not outlive a model that does not fit.
             self.close()
             raise
         self.rank = self.parallel.rank
@@ -154,7 +156,7 @@ class MegatronBackend:
         self.data_parallel_size = self.parallel.dp_size
         self.vocab_size = arch.vocab_size
 
-    # --- a batch ----------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------
 
     @property
     def plan_rules(self) -> PlanRules:
@@ -165,8 +167,8 @@ class MegatronBackend:
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each replica its sequences.
 
-        Raises ValueError unless `plans` place every sequence exactly once, and RunFailed on rank 0
-        for records of routed experts that are not of this model.
+        Raises ValueError unless `plans` hold every sequence exactly once, and RunFailed on rank 0
+        if the records of routed experts do not fit this model.
         """
         if batch is not None and self.config.policy.routing_replay == "engine":
             check_records(batch, self.policy.arch)
@@ -192,7 +194,7 @@ class MegatronBackend:
     ) -> dict[str, Tensor] | None:
         """Run a model over the loaded batch without gradients.
 
-        Returns `logprobs` (and `entropy`), or `values` of the critic: fp32 [M], on rank 0 only.
+        Returns `logprobs` (and `entropy`), or the critic's `values`: fp32 [M], on rank 0 only.
         """
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
         head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
@@ -209,12 +211,12 @@ class MegatronBackend:
         collected = self._batch.collect(own, len(names))
         return None if collected is None else dict(zip(names, collected))
 
-    # --- an optimizer step ------------------------------------------------------------------------
+    # --- optimizer steps --------------------------------------------------------------------------
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
-        """Take one optimizer step of the policy, and of the critic where there is one.
+        """Take one optimizer step of the policy, and of the critic if there is one.
 
-        A model whose gradient norm is not finite, or exactly 0, takes none.
+        A model whose gradient norm is exactly 0 or not finite skips the step.
         """
         moments = Moments()
         reports: dict[str, StepReport] = {}
@@ -284,7 +286,7 @@ class MegatronBackend:
         """Write the policy as a Hugging Face folder."""
         exporter = self._weights
         model = self.config.model
-        # the engine may have a narrower dtype than the model
+        # The engine's dtype may be narrower than the model's.
         if exporter.quantised or exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
             exporter = self._new_exporter(model.dtype, sharing=exporter)
         with self.policy.on_device():
@@ -296,12 +298,12 @@ class MegatronBackend:
             save_checkpoint(folder, self._saved, self.parallel)
 
     def start_save(self, folder: Path) -> None:
-        """As `save`, but a thread writes a copy in host memory; `finish_save` completes it."""
+        """Like `save`, but a thread writes from a host copy; `finish_save` completes the save."""
         with megatron_device(self.device), self._all_on_device():
             self._pending = start_checkpoint(folder, self._saved, self.parallel, self._host_copies)
 
     def save_seconds(self) -> float | None:
-        """The seconds that this rank's writing took; None while it goes on. Not collective.
+        """The seconds that this rank's writing took; None while it is in progress. Not collective.
 
         Raises RunFailed if the writing failed.
         """
@@ -321,7 +323,7 @@ class MegatronBackend:
         return self._pending
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, under the present layout. Frozen models stay as they are."""
+        """The inverse of `save`, under the current layout. Frozen models do not change."""
         with megatron_device(self.device), self._all_on_device():
             load_checkpoint(folder, self._saved, self.parallel)
 
@@ -331,7 +333,7 @@ class MegatronBackend:
         return {"policy": self.policy, **critic}
 
     def _all_on_device(self) -> ExitStack:
-        """Inside, everything that a checkpoint holds is on the device."""
+        """Inside, all tensors of a checkpoint are on the device."""
         stack = ExitStack()
         for model in self._trained.values():
             stack.enter_context(model.on_device())
@@ -346,7 +348,7 @@ class MegatronBackend:
             for name, model in self._trained.items()
         ]
 
-    # --- the memory of the device -----------------------------------------------------------------
+    # --- device memory ----------------------------------------------------------------------------
 
     def offload(self) -> None:
         """Move the models into host memory, drop a loaded batch, and free the device's memory.
@@ -367,19 +369,19 @@ class MegatronBackend:
         """Free the device memory that this process caches for its next passes. No communication."""
         if self._exporter is not None:
             self._exporter.free_buffers()
-        # Megatron's, for gathers under sequence parallelism
+        # Megatron's buffers for gathers under sequence parallelism.
         get_global_memory_buffer().buffer.clear()
         for model in self._own_models:
             for chunk in model.chunks:
                 forget_tokens(chunk)
         if self.device.type == "cuda":
-            # before memory is freed, copies into host memory are complete and kernels have ended
+            # Complete all kernels and copies to host memory before memory is freed.
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     @property
     def _own_models(self) -> list[Model]:
-        """Those with modules of their own."""
+        """The models with separate modules."""
         models = [*self._trained.values(), *self.frozen.values()]
         return [model for model in models if isinstance(model, Model)]
 
@@ -387,7 +389,7 @@ class MegatronBackend:
     def _offloadable(self) -> list[OffloadedTensors]:
         return [tensors for model in self._own_models for tensors in model.offloadable]
 
-    # --- the rest ---------------------------------------------------------------------------------
+    # --- description and helpers ------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
         """The choices of layout, layers and optimizer, for the first lines of a run."""
@@ -424,7 +426,7 @@ class MegatronBackend:
         )
 
     def close(self) -> None:
-        """Give up the models and Megatron's groups, and the process group if it was made here."""
+        """Release the models and Megatron's groups, and the process group if it was made here."""
         if self._pending is not None:
             self._pending.cancel()
         self._local_batch = self._exporter = self.critic = self._pending = None
@@ -467,7 +469,7 @@ class MegatronBackend:
         return replaying if self.config.policy.routing_replay == "engine" else recording
 
     def _on_device(self, name: str) -> AbstractContextManager[Model]:
-        """Inside, the model with its weights on the device."""
+        """Inside, the named model has its weights on the device."""
         model = self.frozen.get(name) or self._trained.get(name)
         if model is None:
             raise ValueError(f"the backend was built without a {name}")
@@ -475,5 +477,5 @@ class MegatronBackend:
 
 
 def _temperature(config: Config) -> float:
-    """The temperature of log-probs: that of sampling; greedy and supervised runs use 1."""
+    """The sampling temperature, or 1 in greedy and supervised runs."""
     return 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0

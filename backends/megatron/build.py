@@ -1,7 +1,7 @@
 """Models from a configuration: architecture, chunks, weights, wrappers, optimizer.
 
-Policy and critic are trained. The reference and the teacher are scored and never trained; their
-weights are on the device, or in host memory between passes.
+Policy and critic are trained. The reference and the teacher only score; their weights are on the
+device, or in host memory between passes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from rlcore.weights import DTYPES
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Everything that the models of a run share."""
+    """The inputs that the models of a run share."""
 
     config: Config
     arch: Architecture  # the policy's
     parallel: ParallelState
     device: torch.device
-    weights: bool = True  # read them; a dry run has folders without
+    weights: bool = True  # read weights; a dry run has folders without weights
 
     def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
         """Build a model without weights, gradients or optimizer."""
@@ -69,7 +69,7 @@ class BuildContext:
         return Model(arch, config, chunks, in_dtype(chunks, config))
 
     def start_training(self, model: Model, optimizer: OptimizerConfig, total_steps: int) -> None:
-        """Put gradient buffers and an optimizer around a model that has its weights."""
+        """Add gradient buffers and an optimizer to a model that has its weights."""
         with START.phase("optimizer"):
             model.modules = with_gradients(
                 model.modules,
@@ -87,7 +87,7 @@ class BuildContext:
     def load(self, model: Model, arch: Architecture, path: str) -> None:
         """Read the weights of a Hugging Face folder into a model. Collective.
 
-        A folder that one rank cannot read is an error of every rank.
+        If one rank cannot read the folder, every rank raises.
         """
         if self.weights:
             failing = raise_on_all_ranks(self.parallel, f"reading the weights of {path}")
@@ -109,7 +109,7 @@ class BuildContext:
 
 
 def build_policy(context: BuildContext) -> Model:
-    """Build the policy with its initial weights, not yet trainable."""
+    """Build the policy with its initial weights; it is not trainable yet."""
     model = context.build(context.arch)
     checkpoint = context.config.policy.checkpoint
     if checkpoint is None:
@@ -147,7 +147,7 @@ def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Mode
 
 
 def build_reference(context: BuildContext, policy: Model) -> Frozen:
-    """Build the model that KL is measured against: `reference.path`, or the policy as it is now.
+    """Build the reference model for KL: `reference.path`, or a copy of the current policy.
 
     Call before training starts.
     """
@@ -162,7 +162,7 @@ def build_teacher(context: BuildContext, policy: Model) -> Frozen:
 
     Raises:
         ConfigError: `teacher.path` is not given.
-        ModelError: its vocabulary is not the policy's, or it cannot be laid out like it.
+        ModelError: the vocabulary is not the policy's, or the policy's layout does not fit.
     """
     given = context.config.teacher
     if given.path is None:
@@ -181,9 +181,9 @@ def _build(
         copy_weights(weights_of(policy.chunks), weights_of(model.chunks))
     else:
         context.load(model, arch, path)
-    # Passes run without gradients, but the weights keep `requires_grad`: because of it torch.matmul
-    # folds [T, 1, H] to a matrix, where it might else expand the weight to [T, H, H']. So the
-    # reference computes what the policy does, bit for bit.
+    # Passes run without gradients, but the weights keep `requires_grad`, with which torch.matmul
+    # folds [T, 1, H] to a matrix; otherwise it might expand the weight to [T, H, H']. So the
+    # reference computes the same as the policy, bit for bit.
     for module in model.modules:
         module.eval()
     model.make_offloadable(context.device, offload=offload)
@@ -193,7 +193,7 @@ def _build(
 def _host_weights(
     context: BuildContext, policy: Model, arch: Architecture, path: str | None
 ) -> list[Tensor]:
-    """Read the weights of `path` through the policy's modules, which get their own back."""
+    """Read the weights of `path` through the policy's modules, then restore the policy's own."""
     own = weights_of(policy.chunks)
     initial = [_host_copy(weight) for weight in own]
     if path is None:
@@ -209,7 +209,7 @@ def _host_weights(
 
 @torch.no_grad()
 def _copy_trunk(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
-    """Copy the weights that two models have in common: all but their heads."""
+    """Copy the weights that two models have in common: all except their heads."""
     for own, other in zip(target, source):
         given = dict(named_weights(other))
         for name, weight in named_weights(own):

@@ -1,7 +1,7 @@
-"""Says in JSON what the trainer's interpreter has, and which kernels the backend would choose.
+"""Reports in JSON the trainer's packages, and the kernels that the backend would choose.
 
-`rlcore doctor` runs it in a process of its own, since torch holds memory of each GPU that it
-looks at.
+`rlcore doctor` runs this in a separate process, since torch holds memory on each GPU that it
+inspects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlcore.interpreters.probe import answer
 
 
 def kernels() -> dict[str, Any]:
-    """Return the fields of `Interpreter` on kernels. Raises what torch does."""
+    """Return the fields of `Interpreter` on kernels. Errors of torch propagate."""
     from backends.megatron.model.fused import why_not
 
     found: dict[str, Any] = {
@@ -24,13 +24,13 @@ def kernels() -> dict[str, Any]:
         "te": find_spec("transformer_engine") is not None,
     }
     if found["te"]:
-        # it may be broken
+        # An installed package may fail to import.
         import_module("transformer_engine.pytorch")
     return found
 
 
 def main() -> None:
-    """Print what there is; the argument is a JSON list of packages."""
+    """Print the report; the argument is a JSON list of packages."""
     found = answer(json.loads(sys.argv[1]))
     try:
         found |= kernels()

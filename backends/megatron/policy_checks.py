@@ -17,7 +17,7 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
 
     Args:
         device: "cpu" or "cuda"; None: the run will be on another machine, so checks that depend on
-            the machine are left out.
+            the machine are skipped.
 
     Raises ConfigError naming the key, the reason and a remedy.
     """

@@ -98,10 +98,10 @@ def stub_mpu(
     """Make a stub of `megatron.core.mpu` for rank `rank` of this layout.
 
     Args:
-        expert: so many ranks of `data` x `context` hold different experts, which are split over
-            tensor parallelism too.
+        expert: number of ranks of `data` x `context` with different experts, which are also split
+            over tensor parallelism.
         virtual_pipeline: model chunks of a rank; None without an interleaved schedule.
-        rank: by default this process's rank in torch.distributed, else 0.
+        rank: by default this process's rank in torch.distributed, or 0 without it.
 
     Raises ValueError for a size below 1, an `expert` that does not divide data x context, and a
     rank outside the world.
@@ -139,10 +139,10 @@ def stub_megatron(mpu: Any, *, replace: bool = False) -> Iterator[Any]:
     from Megatron fails, as if it were not installed.
 
     Args:
-        replace: put an imported Megatron aside until the context ends. Modules that hold parts of
-            it keep them.
+        replace: set an imported Megatron aside until the context ends. Modules that imported parts
+            of Megatron keep them.
 
-    Raises RuntimeError where Megatron is imported already and `replace` is not set.
+    Raises RuntimeError if Megatron is already imported and `replace` is not set.
     """
     real = {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"
@@ -175,7 +175,7 @@ def stub_megatron(mpu: Any, *, replace: bool = False) -> Iterator[Any]:
 def stub_config(*overrides: str) -> Config:
     """Load a configuration from the keys of a test: `stub_config("algorithm.estimator.name=ppo")`.
 
-    They are written and checked as on the command line. Raises ConfigError.
+    The syntax and the checks are those of the command line. Raises ConfigError.
     """
     return load_config([], [*_REQUIRED_KEYS, *overrides]).config
 
@@ -184,9 +184,9 @@ def stub_batch(lengths: Sequence[int], **vectors: Tensor | Sequence[float]) -> R
     """Make a batch of sequences with these numbers of trainable tokens and no prompts.
 
     Args:
-        lengths: B of them; 0 is a sequence without a trainable token.
+        lengths: B numbers; 0 is a sequence without trainable tokens.
         vectors: by name as in `EstimatorInputs`, [B] or [M = sum(lengths)], tensors or numbers.
-            Without `rewards` they are 0; without `group_ids` all sequences are one group.
+            `rewards` default to 0, and `group_ids` to a single group.
 
     Raises ValueError for a vector of another length.
     """
