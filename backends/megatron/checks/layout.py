@@ -157,8 +157,8 @@ def _check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int
     if tp > 1 and not parallel.sequence:
         raise ConfigError(
             f"policy.parallel.sequence: false, but experts under tensor {tp} need sequence"
-            " parallelism: else every tensor-parallel rank would send all tokens to them; set it"
-            " to true"
+            " parallelism: otherwise every tensor-parallel rank would send all tokens to them; set"
+            " it to true"
         )
     _check_sizes(arch, tp, etp, ep)
     if ep == 1 and etp != tp:

@@ -175,8 +175,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "-policy.megatron.moe_aux_loss_coeff"),
     ("moe", "policy.megatron.moe_token_dropping=true",
      "policy.megatron.moe_token_dropping: cannot be set here: a token's experts would depend on "
-     "the other tokens, and so "
-     "would its log-prob", "-policy.megatron.moe_token_dropping"),
+     "the other tokens, and so would its log-prob", "-policy.megatron.moe_token_dropping"),
     ("dense", "policy.megatron={recompute_granularity: full, recompute_method: uniform, "
      "recompute_num_layers: 4}",
      "policy.megatron.recompute_num_layers: 4 does not divide the layers of a model chunk (6); set "
