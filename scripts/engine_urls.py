@@ -1,7 +1,7 @@
 """`engine_urls.py FOLDER NODES SECONDS` prints the URLs in a folder as one JSON list.
 
-`rlcore engine --urls-file` writes them. This waits until NODES nodes have done so, or until the
-calling script is gone. It needs nothing installed.
+`rlcore engine --urls-file` writes them. The script waits until NODES nodes have written theirs, or
+until the calling script ends. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
 
 
 def output_is_closed() -> bool:
-    """Whether the other end of our output is closed: the caller was killed."""
+    """Whether the other end of the output is closed, because the caller was killed."""
     output = select.poll()
     output.register(sys.stdout, 0)
     return bool(output.poll(0))

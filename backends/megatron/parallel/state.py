@@ -104,7 +104,8 @@ class ParallelState:
     dp_cp_group = _Group()
     # All ranks, for tensors on the CPU: batches, vectors and decisions, also in runs on CUDA.
     control_group = _Group()
-    replica_group = _Group()  # the ranks of this replica, for tensors on the CPU
+    # The ranks of this replica, for tensors on the CPU.
+    replica_group = _Group()
 
     @property
     def cp(self) -> CPRank:
