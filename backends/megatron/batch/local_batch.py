@@ -120,7 +120,7 @@ def _slices(lengths: Sequence[int]) -> list[slice]:
 class LocalMinibatch:
     """One optimizer step's part of the local batch."""
 
-    borders: Sequence[int]  # [micro-batches + 1], counted in sequences
+    offsets: Sequence[int]  # [micro-batches + 1], counted in sequences
     # model tokens of the whole optimizer step, over data and context parallelism
     step_tokens: int
 
@@ -231,15 +231,15 @@ class LocalBatch:
     def micro_batches(self, minibatch: int) -> list[MicroBatch]:
         """The packs of one optimizer step; every pass and epoch uses the same."""
         if minibatch not in self._packs:
-            borders = self.minibatches[minibatch].borders
-            places = [self._sharing(a, b) for a, b in pairwise(borders)]
-            sizes = [pack_size(one.size, self._pad_multiple) for one in places]
+            offsets = self.minibatches[minibatch].offsets
+            shared = [self._sharing(a, b) for a, b in pairwise(offsets)]
+            sizes = [pack_size(one.size, self._pad_multiple) for one in shared]
             # Pipeline stages exchange activations of one shape.
             if self._parallel.pp_size > 1:
                 sizes = [max(sizes)] * len(sizes)
             self._packs[minibatch] = [
                 make_micro_batch(self.batch, a, b, size, self._device, self._parallel.cp, sharing)
-                for (a, b), size, sharing in zip(pairwise(borders), sizes, places)
+                for (a, b), size, sharing in zip(pairwise(offsets), sizes, shared)
             ]
         return self._packs[minibatch]
 
@@ -335,9 +335,9 @@ def _steps(
     first = 0
     for plan in plans:
         everyone = [i for rank in range(len(plan.microbatches)) for i in plan.sequences(rank)]
-        borders = list(accumulate(map(len, plan.microbatches[d]), initial=first))
-        steps.append((borders, int(lengths[everyone].sum())))
-        first = borders[-1]
+        offsets = list(accumulate(map(len, plan.microbatches[d]), initial=first))
+        steps.append((offsets, int(lengths[everyone].sum())))
+        first = offsets[-1]
     return steps
 
 

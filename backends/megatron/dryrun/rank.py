@@ -111,8 +111,8 @@ class RankBatch(LocalBatch):
         )
         self.vectors = dict(self.batch.vectors)
         self.stats = {}
-        borders = range(0, len(own) + 1, len(own) // work.micro_batches)
-        self.minibatches = [LocalMinibatch(borders, len(mask) * parallel.dp_size)]
+        offsets = range(0, len(own) + 1, len(own) // work.micro_batches)
+        self.minibatches = [LocalMinibatch(offsets, len(mask) * parallel.dp_size)]
         self._parallel = parallel
         # `MetaFloats` keeps integers in real memory.
         self._device = torch.device("meta")
