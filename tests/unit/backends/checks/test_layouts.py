@@ -103,9 +103,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "first_stage_layers and last_stage_layers so that it does", "first_stage_layers=2"),
     # experts
     ("moe", "tensor=2 processes=2",
-     "policy.parallel.sequence: false, but experts under tensor 2 need sequence parallelism: else "
-     "every tensor-parallel rank "
-     "would send all tokens to them; set it to true", "sequence=true"),
+     "policy.parallel.sequence: false, but experts under tensor 2 need sequence parallelism: "
+     "otherwise every tensor-parallel rank would send all tokens to them; set it to true",
+     "sequence=true"),
     ("moe", "tensor=2 sequence=true expert_tensor=1 processes=2",
      "policy.parallel: tensor 2, expert_tensor 1, expert 1: megatron-core sums the gradients of "
      "experts over the data-parallel "
