@@ -120,7 +120,8 @@ def test_counts_and_columns_are_those_of_all_steps(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [(Filter("reward", "~", 1.0), "is not a comparison"), (Filter("reward", "<", "x"), "a number"),
-     (Filter('reward" OR true --', "=", 1.0), "not a column"), (Filter("parts", "=", 1.0), "no col")],
+     (Filter('reward" OR true --', "=", 1.0), "not a column"),
+     (Filter("parts", "=", 1.0), "not a column")],
 )  # fmt: skip
 def test_wrong_filters_are_named(
     run: tuple[Samples, list[dict[str, Any]]], wrong: Filter, message: str
