@@ -155,7 +155,7 @@ async def test_engines_may_have_room_for_less_than_the_models_context() -> None:
     ("context", "asks", "why"),
     [
         (8, True, r"\d+ tokens of messages and tools leave no room in 8"),
-        (1000, False, "it was never asked"),
+        (1000, False, "the model was never asked"),
     ],
 )
 def test_a_rollout_without_a_turn_says_why(context: int, asks: bool, why: str) -> None:
