@@ -146,7 +146,7 @@ def test_held_out_prompts_that_no_engine_can_take_are_refused_too(
     sets = {"long": {"paths": paths, "max_new_tokens": 17}}
     with pytest.raises(
         ConfigError,
-        match=r"longest prompt has 4 beside evaluation\.sets\.long\.max_new_tokens \(17",
+        match=r"longest prompt has 4 in addition to evaluation\.sets\.long\.max_new_tokens \(17",
     ):
         make_service(evaluation={"sets": sets})
     sets["long"]["max_new_tokens"] = 16

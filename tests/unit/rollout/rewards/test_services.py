@@ -431,7 +431,7 @@ def test_a_response_names_no_other_field(sample: MakeSample) -> None:
         ({"judge": {"url": "http://a", "model": "m", "pattern": "x"}}, "expected one group"),
         ({"judge": {"url": "http://a", "model": "m", "pattern": "("}}, "not a regular expression"),
         ({"judge": {"url": "http://a", "model": "m", "low": 3, "high": 3}}, "must be below"),
-        ({"judge": {"url": "http://a", "model": "m"}, "args": {"a": 1}}, "`args` are those"),
+        ({"judge": {"url": "http://a", "model": "m"}, "args": {"a": 1}}, "`args` are for"),
     ],
 )
 def test_a_part_that_cannot_be_is_refused(part: dict[str, Any], message: str) -> None:
