@@ -15,6 +15,8 @@ from tests.listeners import programs
 from tests.timeline_checks import check_timeline
 
 LIMIT_S = 150.0
+# A run that loses a rank ends on a busy machine within this. The heartbeat would take 120 s.
+LOST_S = 90.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.service=in_process")
 
 
@@ -61,7 +63,7 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
     run.rank(1).kill()
     killed = time.monotonic()
     assert run.wait() == [1], run.said
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < LOST_S
     assert "rlcore: rank 0 lost a peer in a collective" in run.said
     assert run.result["status"] == "failed"
     assert run.result["reason"].endswith("silent: rank 1")
