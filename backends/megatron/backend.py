@@ -1,7 +1,4 @@
-"""The trainer's models on this rank, behind `rlcore.interfaces.PolicyBackend`.
-
-These are the policy, the critic, and the frozen reference and teacher.
-"""
+"""The policy, critic, reference and teacher of this rank: the trainer's `PolicyBackend`."""
 
 from __future__ import annotations
 
