@@ -116,7 +116,7 @@ def test_other_slices_are_refused_by_saying_how_one_is_written(write_rows, text)
     for whole in (path, "openai/gsm8k"):
         with pytest.raises(DataError, match=r"a slice is written PATH@\[first:last\]"):
             check_examples(DataConfig(paths=[whole + text]))
-    with pytest.raises(DataError, match=r"data\.split: 'train\[:10%\]' is a slice, which stands"):
+    with pytest.raises(DataError, match=r"data\.split: 'train\[:10%\]' is a slice, which goes"):
         check_examples(DataConfig(paths=[path], split="train[:10%]"))
     with pytest.raises(DataError, match="selects none of the 1 rows"):
         open_examples(DataConfig(paths=[f"{path}@[1:]"]))
