@@ -4,4 +4,4 @@ Importing this package imports nothing else; see `rlcore.algorithms`, `rlcore.co
 `rlcore.trainer.loop`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
