@@ -207,8 +207,8 @@ def test_validate_does_not_load_torch(there):
         (["reward.parts.a.function=no_such_package:f", "rollout.workflow=json:__name__",
          "rollout.filters=[x:y]"],
          ["reward.parts.a.function (override): function 'no_such_package:f': no module",
-         ("rollout.workflow (override): json:__name__ is 'json', expected something that"
-         " can be called"), "rollout.filters.0 (override): function 'x:y': no module 'x'"]),
+         "rollout.workflow (override): json:__name__ is 'json', expected a callable",
+         "rollout.filters.0 (override): function 'x:y': no module 'x'"]),
         (["algorithm.estimator={name: ppo, a: 1}", "algorithm.loss.b=1"],
          ["algorithm.loss.b (override): unknown keyword",
          "algorithm.estimator.a (override): unknown keyword"]),
