@@ -18,7 +18,8 @@ from tests.listeners import programs
 from tests.timeline_checks import check_timeline
 
 LIMIT_S = 150.0
-LOST_S = 120.0  # of the end of a run that lost a rank, on a busy machine; its limits are longer
+# A run that loses a rank ends on a busy machine within this. The heartbeat would take 120 s.
+LOST_S = 90.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")
 
 
@@ -91,7 +92,7 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
             "policy.parallel.tensor=4",
             "tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 2",
         ),
-        ("rollout.filters=[zero]", "rollout.filters: 'zero' is unknown"),
+        ("rollout.filters=[zero]", "rollout.filters.0 (override): 'zero' is unknown"),
     ],
     ids=["seen by every rank", "seen by rank 0"],
 )
