@@ -78,7 +78,7 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
             "policy.parallel.tensor=4",
             "tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 2",
         ),
-        ("rollout.filters=[zero]", "rollout.filters: 'zero' is unknown"),
+        ("rollout.filters=[zero]", "rollout.filters.0 (override): 'zero' is unknown"),
     ],
     ids=["seen by every rank", "seen by rank 0"],
 )

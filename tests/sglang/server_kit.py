@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import psutil
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
@@ -121,3 +123,15 @@ def gone(group: int, seconds: float = 60.0) -> bool:
     while members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
     return members(group) == []
+
+
+def appeared(group: int, name: str, seconds: float = START_S) -> int:
+    """The process of the group that carries the name."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for pid in members(group):
+            with suppress(psutil.NoSuchProcess, IndexError):
+                if any(name in word for word in psutil.Process(pid).cmdline()):
+                    return pid
+        time.sleep(0.05)
+    raise AssertionError(f"no {name} within {seconds:g} s")

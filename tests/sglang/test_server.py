@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import aiohttp
 import psutil
 import pytest
 import server_kit
-from server_kit import Served, gone
+from server_kit import Served, appeared, gone
 
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
@@ -205,18 +204,6 @@ def test_a_server_that_is_late_is_ended(tiny_model: Path, tmp_path: Path) -> Non
 
 
 # --- whatever kills whom, nothing is left; a server starts again ----------------------------------
-
-
-def appeared(group: int, name: str, seconds: float = server_kit.START_S) -> int:
-    """The process of the group that carries the name."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for pid in members(group):
-            with suppress(psutil.NoSuchProcess, IndexError):
-                if any(name in word for word in psutil.Process(pid).cmdline()):
-                    return pid
-        time.sleep(0.05)
-    raise AssertionError(f"no {name} within {seconds:g} s")
 
 
 OWNER = """

@@ -10,14 +10,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from server_kit import Served
+from server_kit import Served, appeared
 
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rollout.engines.checks import folder_vocab_size
-from rollout.engines.child_process import members
 from rollout.engines.sglang.answers import version_name
 from rollout.engines.sglang.engine import MARK, SGLangEngine
 from rollout.fleet.dispatcher import Dispatcher
@@ -70,12 +68,6 @@ def lengths(completions: list[Completion]) -> list[int]:
     return [len(completion.tokens) for completion in completions]
 
 
-def part_of(served: Served, name: str) -> int:
-    """The process id of the server's part with this in its name."""
-    [pid] = [pid for pid in members(served.server.pid) if name in psutil.Process(pid).name()]
-    return pid
-
-
 def longest(engine: SGLangEngine) -> int:
     assert engine._generation is not None
     return engine._generation.limits.total_tokens - 3
@@ -110,18 +102,17 @@ def test_a_server_that_makes_tokens_is_left_alone(served: Served, seconds: float
 def test_a_request_whose_time_is_up_keeps_its_tokens_and_its_server(
     served: Served, seconds: float
 ) -> None:
-    """The scheduler stands still from its first tokens until the time is up."""
+    """The scheduler stands still from tokens of each sample until the time is up."""
 
     async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
-        scheduler = part_of(served, "sched")
+        scheduler = appeared(served.server.pid, "sglang::scheduler")
         whole = longest(engine)
-        idle = await engine.progress()
         slow = asyncio.ensure_future(dispatcher.one(request(3, whole, n=16)))
-        quick = asyncio.ensure_future(engine.generate([request(4, whole // 2)]))
-        while await engine.progress() == idle:
-            await asyncio.sleep(0.01)
+        # as many steps of decoding as it takes until all are among those that decode
+        await served.until_used(16 * 20)
         os.kill(scheduler, signal.SIGSTOP)
         try:
+            quick = asyncio.ensure_future(engine.generate([request(4, whole // 2)]))
             while not dispatcher.overdue:
                 await asyncio.sleep(0.05)
         finally:
@@ -140,7 +131,7 @@ def test_answers_that_do_not_come_are_missed(served: Served) -> None:
     """The detokenizer hangs. The scheduler, which probes ask, is well and has nothing to do."""
 
     async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
-        detokenizer = part_of(served, "detoken")
+        detokenizer = appeared(served.server.pid, "sglang::detokenizer")
         os.kill(detokenizer, signal.SIGSTOP)
         call = asyncio.ensure_future(dispatcher.one(request(5, 20)))
         try:
