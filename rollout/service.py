@@ -158,7 +158,7 @@ class RolloutService:
         """
         run = self._config.run
         directory = RunDirectory(Path(run.dir) / run.name)
-        if directory.path.is_dir():
+        if directory.logs.is_dir():
             shown = keep_shown(self.fleet.members, directory.engines_path)
             self._showing = asyncio.run_coroutine_threadsafe(shown, self.loop)
         limit = self.fleet.comeback_s + REWARD_START_S + AUDIT_S

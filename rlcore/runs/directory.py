@@ -58,7 +58,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
         self.timeline = self.path / "timeline"
-        self.engines_path = self.path / "engines.json"
+        self.engines_path = self.logs / "engines.json"
         self.evaluations = self.path / "evaluations"
         self.index = self.path / "index"
         self.merged_index = self.index / "merged"

@@ -58,7 +58,8 @@ def test_log_probs_are_those_of_a_forward_pass_whatever_the_program_does(
     agent_programs.kinds.clear()
     done = train(
         workspace, f"wild-{stream}", *GRPO, "rollout.workflow.run=agent_programs:run",
-        f"rollout.workflow.options.stream={str(stream).lower()}", "rollout.prompts_per_step=12",
+        f"rollout.workflow.options.stream={str(stream).lower()}", "rollout.service=in_process",
+        "rollout.prompts_per_step=12",
         "rollout.samples_per_prompt=2", "evaluation=null", "training.steps=1",
     )  # fmt: skip
     records = list(read_rollouts(done.rollouts(1)))

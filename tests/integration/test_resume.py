@@ -221,11 +221,11 @@ def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
 
 
 def unowned(run: Path) -> dict[str, bytes]:
-    """Read a run's folder, without its logs, its lock and the last state of its engines."""
+    """Read a run's folder, without its logs and its lock."""
     return {
         name: content
         for name, content in contents(run).items()
-        if name not in (".lock", "engines.json") and not name.startswith("logs/")
+        if name != ".lock" and not name.startswith("logs/")
     }
 
 

@@ -84,7 +84,7 @@ def test_an_engine_comes_into_a_run_and_leaves_it(
     )
 
     def serving() -> list[str]:
-        rows = json.loads((run.folder / "engines.json").read_bytes())
+        rows = json.loads((run.folder / "logs" / "engines.json").read_bytes())
         return [row["engine"] for row in rows if row["state"] == "serving"]
 
     until("two engines do not serve", lambda: len(serving()) == 2, START_S)
