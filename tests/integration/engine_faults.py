@@ -74,12 +74,12 @@ class Proxy:
 
 @dataclass
 class FaultInjector:
-    """Injects faults by step: each hits one engine during the step's generation.
+    """Injects faults by step: each hits one engine, or all, during the step's generation.
 
     All engines serve when a fault happens.
     """
 
-    plan: dict[int, tuple[int, Fault]]
+    plan: dict[int, tuple[int | None, Fault]]
     settle: int = 0  # a further step whose generation waits for all engines
     hit_s: float = HIT_S  # 0: before the generation begins, however fast it is
     done: list[Fault] = field(default_factory=list)
@@ -123,18 +123,20 @@ class FaultInjector:
             time.sleep(0.05)
         return all(m.health.state is State.SERVING for m in service.fleet.members)
 
-    def _inject(self, service: RolloutService, number: int, fault: Fault) -> None:
-        engine: Any = service.fleet.engines[number]
+    def _inject(self, service: RolloutService, number: int | None, fault: Fault) -> None:
         self.done.append(fault)
-        if fault in ("SIGKILL", "SIGSTOP"):
-            pid = getattr(engine, "server", engine).pid
-            hit = threading.Timer(self.hit_s, signal_all, (pid, signal.Signals[fault]))
-            hit.start()
-            self.hits.append(hit)
-            if not self.hit_s:
+        engines: list[Any] = service.fleet.engines
+        for engine in engines if number is None else [engines[number]]:
+            if fault in ("SIGKILL", "SIGSTOP"):
+                pid = getattr(engine, "server", engine).pid
+                hit = threading.Timer(self.hit_s, signal_all, (pid, signal.Signals[fault]))
+                hit.start()
+                self.hits.append(hit)
+            else:
+                self.proxies[engine.name].fault = fault
+        if not self.hit_s:
+            for hit in self.hits:
                 hit.join()
-        else:
-            self.proxies[engine.name].fault = fault
 
 
 def signal_all(pid: int, number: signal.Signals) -> None:

@@ -93,15 +93,10 @@ def test_a_run_under_faults_is_the_run_without_them(
 def test_when_all_engines_die_the_run_saves_what_it_has(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = FaultInjector({4: (0, "SIGKILL")}, hit_s=0)
+    faults = FaultInjector({4: (None, "SIGKILL")}, hit_s=0)
     faults.install(monkeypatch, RemoteEngine)
-    given = (
-        HERE,
-        *LEARNING,
-        "training.steps=6",
-        "rollout.engine.threads=1",
-    )
-    run = workspace.train("doomed", *given, "rollout.engine.restart.limit=0")
+    given = (*TWO, "training.steps=6", "rollout.engine.restart={limit: 0}")
+    run = workspace.train("doomed", *given)
     assert run.code == 1
     assert run.result["status"] == "failed"
     assert run.result["steps"] == 3

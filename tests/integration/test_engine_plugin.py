@@ -90,6 +90,7 @@ def test_what_it_cannot_do_is_refused(workspace: Workspace, given: list[str], sa
     assert not refused.folder.exists()
 
 
+@pytest.mark.usefixtures("my_pkg")
 def test_in_the_process_of_the_service_it_needs_a_way_for_weights_to_another_process(
     workspace: Workspace,
 ) -> None:
