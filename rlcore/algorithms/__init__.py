@@ -6,7 +6,6 @@ Imports torch and the standard library. Nothing here knows of ranks, meshes or c
 from rlcore.algorithms import estimators as _estimators  # noqa: F401  (registers ours)
 from rlcore.algorithms import losses as _losses  # noqa: F401
 from rlcore.algorithms.aggregation import AggregationMode, loss_weights
-from rlcore.algorithms.conversations import conversation_metrics
 from rlcore.algorithms.corrections import (
     CORRECTIONS,
     Correction,
@@ -34,7 +33,12 @@ from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
-from rlcore.algorithms.metrics import explained_variance, rollout_metrics, staleness_metrics
+from rlcore.algorithms.metrics import (
+    conversation_metrics,
+    explained_variance,
+    rollout_metrics,
+    staleness_metrics,
+)
 from rlcore.algorithms.moments import MetricSpec, Moments
 from rlcore.algorithms.plugins import Keyword
 from rlcore.algorithms.ragged import (

@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlcore.algorithms.conversations import CONVERSATION_METRICS
-from rlcore.algorithms.metrics import BATCH_METRICS
+from rlcore.algorithms.metrics import BATCH_METRICS, CONVERSATION_METRICS
 from rlcore.algorithms.moments import STREAMED_METRICS, MetricSpec
 
 _ROWS = (

@@ -1,4 +1,4 @@
-"""Metrics of a step from the whole batch, computed once from ragged vectors. See `METRICS`.
+"""Metrics of a step, from the ragged vectors of the whole batch and from its conversations.
 
 A metric is absent, never 0, if the batch lacks a field that the metric needs. The segments of a
 rollout count as one sequence.
@@ -6,8 +6,9 @@ rollout count as one sequence.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -22,13 +23,14 @@ from rlcore.algorithms.ragged import (
     group_count,
     group_index,
     group_mean_std,
+    mean_and_variance,
+    pieces,
     segment_lengths,
     segment_sum,
     without_gradient,
 )
 from rlcore.algorithms.rollouts import Rollouts
 from rlcore.algorithms.types import EstimatorInputs
-from rlcore.algorithms.wide import mean_and_variance, pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -341,3 +343,49 @@ def _check(
                 raise InputError(
                     f"{name}: expected shape {symbol} = [{size}], got {list(value.shape)}"
                 )
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+PREFIX = "conversation/"
+UNTRAINED = "untrained_"  # prefix of the counts of untrained tokens; their reason follows it
+
+CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
+    ("turns", "turns of the model", "rollouts", "turns"),
+    ("branches", "branches besides the first", "rollouts", "branches"),
+    ("tool_calls", "calls of tools", "rollouts", "calls"),
+    ("tool_errors", "calls that were answered with an error", "rollouts", "calls"),
+    ("generated_tokens", "tokens that the model wrote", "rollouts", "tokens"),
+    ("trained_tokens", "of these, tokens that are trainable in a sample", "rollouts", "tokens"),
+    (UNTRAINED + "<reason>", "of these, tokens that are trainable in none, for this reason",
+     "rollouts", "tokens"),
+    ("merge_ratio", "trained_tokens / generated_tokens", "generated tokens", "share"),
+    ("context_tokens", "tokens of prompts, results of tools and other messages", "rollouts",
+     "tokens"),
+    ("engine_s", "waiting for turns, those of branches added up", "rollouts", "s"),
+    ("tool_s", "waiting for tools", "rollouts", "s"),
+    ("cached_tokens", "tokens of prompts that the engine had cached; absent if not reported",
+     "rollouts", "tokens"),
+    ("prefilled_tokens", "tokens of prompts that it computed; likewise", "rollouts", "tokens"),
+    ("<name>", "any number that a workflow gave to `Conversation.measure`", "rollouts that have it",
+     "as given"),
+))  # fmt: skip
+
+
+def conversation_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return means over rollouts, by published names; {} where no rollout has measurements.
+
+    Args:
+        measured: the measurements of each rollout, by name.
+    """
+    rows = [row for row in measured if row]
+    found: dict[str, float] = {}
+    for name in sorted({name for row in rows for name in row}):
+        values = [row[name] for row in rows if name in row]
+        count = len(rows) if name.startswith(UNTRAINED) else len(values)
+        found[PREFIX + name] = math.fsum(values) / count
+    generated = math.fsum(row.get("generated_tokens", 0.0) for row in rows)
+    if generated:
+        trained = math.fsum(row.get("trained_tokens", 0.0) for row in rows)
+        found[PREFIX + "merge_ratio"] = trained / generated
+    return found

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlcore.algorithms.ragged import segment_lengths, segment_sum
+from rlcore.algorithms.ragged import add_, segment_lengths, segment_sum
 from rlcore.algorithms.rollouts import Rollouts
 from rlcore.algorithms.types import EstimatorInputs
-from rlcore.algorithms.wide import add_
 
 if TYPE_CHECKING:
     from torch import Tensor

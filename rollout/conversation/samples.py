@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.algorithms.conversations import UNTRAINED
+from rlcore.algorithms.metrics import UNTRAINED
 from rlcore.data.generation import Completion
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import (

@@ -99,7 +99,6 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
         folder / f"{name}.py"
         for name in (
             "aggregation",
-            "conversations",
             "corrections",
             "guard",
             "kl",
@@ -110,7 +109,6 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
             "reward_shaping",
             "rollouts",
             "token_hash",
-            "wide",
         )
     }
     broken = {ROOT / mutant.file for mutant in mutants.read_table(TABLE)}

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlcore.algorithms.ragged import whiten
+from rlcore.algorithms.ragged import PIECE, add_, mean_and_variance, pieces, whiten
 from rlcore.algorithms.scan import discounted_suffix_sum_
-from rlcore.algorithms.wide import PIECE, add_, mean_and_variance, pieces
 
 LONG = 2 * PIECE + 5
 
