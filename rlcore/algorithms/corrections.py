@@ -166,7 +166,16 @@ class Correction:
         Raises:
             InputError: a shape does not fit.
         """
-        _check(old_logprobs, rollout_logprobs, cu_seqlens)
+        # On an accelerator the check would make the host wait for the device once per micro-batch.
+        on_host = cu_seqlens.device.type == "cpu"
+        check_cu_seqlens(cu_seqlens, contents=on_host)
+        size = int(cu_seqlens[-1]) if on_host else old_logprobs.numel()
+        for name, value in (("old_logprobs", old_logprobs), ("rollout_logprobs", rollout_logprobs)):
+            if tuple(value.shape) != (size,) or not value.is_floating_point():
+                raise InputError(
+                    f"correction: {name}: expected floating numbers [M] = [{size}], got"
+                    f" {value.dtype} {list(value.shape)}"
+                )
         token_log_ratio = old_logprobs.double() - rollout_logprobs.double()
         vetoed = ~rollout_logprobs.isfinite()
         if self.veto is not None:
@@ -174,7 +183,12 @@ class Correction:
         rejected = segment_sum(vetoed.double(), cu_seqlens) > 0
         keep = ~expand_to_tokens(rejected, cu_seqlens, vetoed.numel())
 
-        log_ratio = self._log_ratio(token_log_ratio, cu_seqlens)
+        # log w of each token, not clamped
+        log_ratio = token_log_ratio
+        if self.level != "token":
+            reduce = segment_sum if self.level == "sequence" else segment_mean
+            per_sequence = reduce(token_log_ratio, cu_seqlens)
+            log_ratio = expand_to_tokens(per_sequence, cu_seqlens, vetoed.numel())
         ratio = clamp_log_ratio(log_ratio).exp()
         lower, upper = self.bounds
         outside = (log_ratio < (math.log(lower) if lower else -math.inf)) | (
@@ -198,26 +212,6 @@ class Correction:
             "correction_vetoed": rejected,
         }
         return CorrectionResult(weights, keep, metrics)
-
-    def _log_ratio(self, per_token: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """log w of each token, float64 `[M]`, not clamped."""
-        if self.level == "token":
-            return per_token
-        reduce = segment_sum if self.level == "sequence" else segment_mean
-        return expand_to_tokens(reduce(per_token, cu_seqlens), cu_seqlens, per_token.numel())
-
-
-def _check(old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -> None:
-    # On an accelerator the check would make the host wait for the device once per micro-batch.
-    on_host = cu_seqlens.device.type == "cpu"
-    check_cu_seqlens(cu_seqlens, contents=on_host)
-    size = int(cu_seqlens[-1]) if on_host else old_logprobs.numel()
-    for name, value in (("old_logprobs", old_logprobs), ("rollout_logprobs", rollout_logprobs)):
-        if tuple(value.shape) != (size,) or not value.is_floating_point():
-            raise InputError(
-                f"correction: {name}: expected floating numbers [M] = [{size}], got {value.dtype}"
-                f" {list(value.shape)}"
-            )
 
 
 @without_gradient

@@ -145,10 +145,17 @@ class GuardedEstimator(Guarded):
         given: dict[str, Tensor] = {
             name: getattr(inputs, name) for name in present if name in self.takes
         }
-        copies = _copies(given)
+        # Out of the graph, and out of inference mode, whose tensors have no version counter.
+        with torch.inference_mode(False):
+            copies = {
+                name: value.detach().clone(memory_format=torch.contiguous_format)
+                for name, value in given.items()
+            }
         versions = {name: value._version for name, value in copies.items()}
 
-        record = _with_fields(inputs, copies)
+        # Copies of checked fields need no check.
+        record = copy.copy(inputs)
+        vars(record).update({f.name: copies.get(f.name) for f in fields(inputs)})
         with self._naming_failures(self.estimator, record):
             result = self.estimator(record)
 
@@ -283,22 +290,6 @@ def _check_per_token(at: str, value: Tensor, num_tokens: int) -> None:
         raise OutputError(f"{at}: expected shape [M] = [{num_tokens}], got {list(value.shape)}")
     if not value.is_floating_point():
         raise OutputError(f"{at}: expected a floating dtype, got {value.dtype}")
-
-
-def _copies(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy out of the graph, and out of inference mode, whose tensors have no version counter."""
-    with torch.inference_mode(False):
-        return {
-            name: value.detach().clone(memory_format=torch.contiguous_format)
-            for name, value in given.items()
-        }
-
-
-def _with_fields(inputs: EstimatorInputs, tensors: Mapping[str, Tensor]) -> EstimatorInputs:
-    """Return the record with these fields alone; copies of checked fields need no check."""
-    record = copy.copy(inputs)
-    vars(record).update({f.name: tensors.get(f.name) for f in fields(inputs)})
-    return record
 
 
 def _same_bits(value: Tensor, original: Tensor) -> bool:

@@ -109,11 +109,11 @@ def rollout_metrics(
     """
     per_sequence = {"correct": correct, "prompt_overlap": prompt_overlap}
     _check(inputs, finish_reasons, per_sequence, {"entropy": entropy, "returns": returns})
-    rollouts = _Sequences.of(inputs)
-    metrics = _scores(rollouts, entropy, correct, reward_coef)
-    metrics |= _responses(rollouts, finish_reasons)
-    metrics |= _gaming(rollouts, finish_reasons, responses, prompt_overlap)
-    metrics |= _groups(rollouts)
+    sequences = _Sequences(inputs, Rollouts.of(inputs.rollout_ids))
+    metrics = _scores(sequences, entropy, correct, reward_coef)
+    metrics |= _responses(sequences, finish_reasons)
+    metrics |= _gaming(sequences, finish_reasons, responses, prompt_overlap)
+    metrics |= _groups(sequences)
     metrics |= _distances(inputs)
     if inputs.versions is not None and version is not None:
         metrics |= staleness_metrics(inputs.versions, version, max_staleness)
@@ -130,37 +130,26 @@ class _Sequences:
     inputs: EstimatorInputs
     rollouts: Rollouts | None
 
-    @classmethod
-    def of(cls, inputs: EstimatorInputs) -> _Sequences:
-        return cls(inputs, Rollouts.of(inputs.rollout_ids))
-
     @property
     def sizes(self) -> Tensor:
         """Trainable tokens of each, int64."""
-        return self._total(segment_lengths(self.inputs.cu_seqlens))
+        lengths = segment_lengths(self.inputs.cu_seqlens)
+        return lengths if self.rollouts is None else self.rollouts.total(lengths)
 
     def sums(self, per_token: Tensor) -> Tensor:
         """Sum a vector `[M]` over the tokens of each, float64."""
-        return self._total(segment_sum(per_token.double(), self.inputs.cu_seqlens))
+        sums = segment_sum(per_token.double(), self.inputs.cu_seqlens)
+        return sums if self.rollouts is None else self.rollouts.total(sums)
 
     def shared(self, per_sequence: Tensor, name: str) -> Tensor:
         """Return the value of each from a vector `[B]`, in which segments have the same."""
-        if self.rollouts is None:
-            return per_sequence
-        return self.rollouts.shared(per_sequence, name)
+        return per_sequence if self.rollouts is None else self.rollouts.shared(per_sequence, name)
 
     def last(self, per_sequence: Sequence[str]) -> list[str]:
         """Return the value of the last segment of each."""
         if self.rollouts is None:
             return [*per_sequence]
         return [per_sequence[i] for i in self.rollouts.last.tolist()]
-
-    def last_value(self, per_sequence: Tensor) -> Tensor:
-        """Return the value of the last segment of each from a vector `[B]`."""
-        return per_sequence if self.rollouts is None else per_sequence[self.rollouts.last]
-
-    def _total(self, per_sequence: Tensor) -> Tensor:
-        return per_sequence if self.rollouts is None else self.rollouts.total(per_sequence)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
@@ -248,8 +237,9 @@ def _gaming(
         ends = torch.tensor([reason in _LIMITS for reason in sequences.last(finish_reasons)])
         metrics["rollout/rewarded_truncated"] = float(ends[rewarded].double().mean())
     if prompt_overlap is not None:
-        shares = sequences.last_value(prompt_overlap)[rewarded]
-        metrics["rollout/rewarded_prompt_overlap"] = float(shares.mean())
+        if sequences.rollouts is not None:
+            prompt_overlap = prompt_overlap[sequences.rollouts.last]
+        metrics["rollout/rewarded_prompt_overlap"] = float(prompt_overlap[rewarded].mean())
     if responses is not None:
         texts = Counter(compress(sequences.last(responses), counted.tolist()))
         metrics["rollout/commonest_response"] = max(texts.values()) / texts.total()

@@ -197,9 +197,7 @@ class Moments:
         self.update(loss.metrics)
         self.add("objective_loss", weights * loss.per_token.detach())
 
-    def add_value_loss(
-        self, per_token: Tensor, weights: Tensor, clipped: Tensor | None = None
-    ) -> None:
+    def add_value_loss(self, per_token: Tensor, weights: Tensor, clipped: Tensor | None) -> None:
         """Add the weighted terms of the critic's loss, and where its clip acted."""
         self.add("value_loss", weights * per_token.detach())
         if clipped is not None:

@@ -58,7 +58,14 @@ class Keyword:
 
 def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, Keyword]:
     """Return the keywords of `factory`, in order."""
-    hints = _type_hints(factory)
+    target = factory
+    if isinstance(factory, type):
+        target = factory.__init__ if factory.__init__ is not object.__init__ else factory.__new__  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(target)
+    # Annotations that cannot be resolved are not checked.
+    except (NameError, TypeError, AttributeError):
+        hints = {}
     keywords: dict[str, Keyword] = {}
     for parameter in inspect.signature(factory).parameters.values():
         if parameter.kind in (
@@ -96,17 +103,6 @@ def check_keywords(owner: str, keywords: Mapping[str, Keyword], given: Mapping[s
     ]
     if missing:
         raise KeywordError(f"{owner}: missing keyword {', '.join(map(repr, missing))}; {accepted}")
-
-
-def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations; {} where they cannot be resolved, so nothing is checked."""
-    target = factory
-    if isinstance(factory, type):
-        target = factory.__init__ if factory.__init__ is not object.__init__ else factory.__new__  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(target)
-    except (NameError, TypeError, AttributeError):
-        return {}
 
 
 def _fits(value: object, annotation: Any) -> bool:

@@ -11,8 +11,9 @@ import importlib.metadata
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar, get_args
 
 from rlcore.algorithms.errors import (
@@ -99,18 +100,14 @@ class Registry(Generic[AnyGuarded]):
         self.others: list[Registry[Any]] = []
         self._plugins: dict[str, Plugin] = {}
 
-    def register(self, name: str, **declared: Any) -> Callable[[Factory], Factory]:
-        """Return a decorator that registers a class (or a function that builds the algorithm).
+    def register(self, name: str, factory: Factory, **declared: Any) -> Factory:
+        """Register a class, or a function that builds the algorithm, and return it.
 
         Args:
             declared: fields of `Plugin`; those that are empty come from the class.
         """
-
-        def decorate(factory: Factory) -> Factory:
-            self._enter(name, factory, declared)
-            return factory
-
-        return decorate
+        self._enter(name, factory, declared)
+        return factory
 
     def names(self) -> list[str]:
         """Return all names, registered or announced by installed packages, sorted. Imports none."""
@@ -129,7 +126,12 @@ class Registry(Generic[AnyGuarded]):
         if plugin is None and objects:
             plugin = self._enter(name, objects[0], {})
         if plugin is None:
-            elsewhere = self._elsewhere(name)
+            elsewhere = ""
+            # GSPO, say, is an estimator in verl and slime.
+            if name.lower() in METHODS:
+                elsewhere = f": {name} is {METHODS[name.lower()]}"
+            elif other := next((one for one in self.others if name in one.names()), None):
+                elsewhere = f": it is a {other.kind} here, set {other.key}={name}"
             near = known_names("" if elsewhere else name, self.names())
             raise UnknownNameError(
                 f"unknown {self.kind} {name!r}{elsewhere}; {near};"
@@ -153,7 +155,14 @@ class Registry(Generic[AnyGuarded]):
         plugin = self.resolve(name)
         owner = f"{self.kind} {plugin.name!r}"
         keywords = constructor_keywords(plugin.factory, owner)
-        _check_builds(owner, plugin.factory, keywords, kwargs)
+        missing = [k for k, one in keywords.items() if one.default is REQUIRED and k not in kwargs]
+        if inspect.isroutine(plugin.factory) and missing:
+            # It is the algorithm itself, where a function that builds one is expected.
+            raise KeywordError(
+                f"{owner}: {_path(plugin.factory)} is a function that needs {', '.join(missing)};"
+                " expected a class or function that builds the algorithm from its configuration"
+                f" keys alone: make it a class with __call__(self, {', '.join(missing)})"
+            )
         check_keywords(owner, keywords, kwargs)
         instance = plugin.factory(**kwargs)
         if not callable(instance):
@@ -176,8 +185,8 @@ class Registry(Generic[AnyGuarded]):
 
     def _guarded(self, plugin: Plugin, instance: Any) -> AnyGuarded:
         owner = f"{self.kind} {plugin.name!r}"
-        needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
-        optional = self._resolve_fields(owner, "optional", plugin.optional, instance)
+        needs = self._fields(owner, "needs", plugin.needs, instance)
+        optional = self._fields(owner, "optional", plugin.optional, instance)
         put: Callable[..., AnyGuarded] = self._guard
         return put(plugin.name, instance, needs, optional - needs)
 
@@ -218,19 +227,10 @@ class Registry(Generic[AnyGuarded]):
                 break
         return Plugin(name, factory, _attribute("needs"), _attribute("optional"), **described)
 
-    def _elsewhere(self, name: str) -> str:
-        """Say that a name is of another kind: GSPO, say, is an estimator in verl and slime."""
-        if name.lower() in METHODS:
-            return f": {name} is {METHODS[name.lower()]}"
-        found = next((other for other in self.others if name in other.names()), None)
-        return "" if found is None else f": it is a {found.kind} here, set {found.key}={name}"
-
     def _points(self) -> list[importlib.metadata.EntryPoint]:
         return list(importlib.metadata.entry_points(group=self.entry_points))
 
-    def _resolve_fields(
-        self, owner: str, what: str, declared: Needs, instance: Any
-    ) -> frozenset[str]:
+    def _fields(self, owner: str, what: str, declared: Needs, instance: Any) -> frozenset[str]:
         names = declared(instance) if callable(declared) else declared
         if isinstance(names, str):
             raise AlgorithmError(
@@ -242,22 +242,6 @@ class Registry(Generic[AnyGuarded]):
                     f"{owner}: {what}: no field {field!r}; {known_names(str(field), self.fields)}"
                 )
         return frozenset(names)
-
-
-def _check_builds(
-    owner: str,
-    factory: Callable[..., Any],
-    keywords: Mapping[str, Keyword],
-    given: Mapping[str, Any],
-) -> None:
-    """Refuse a function that is the algorithm itself, where one that builds it is expected."""
-    missing = [k for k, word in keywords.items() if word.default is REQUIRED and k not in given]
-    if inspect.isroutine(factory) and missing:
-        raise KeywordError(
-            f"{owner}: {_path(factory)} is a function that needs {', '.join(missing)}; expected a"
-            " class or function that builds the algorithm from its configuration keys alone: make"
-            f" it a class with __call__(self, {', '.join(missing)})"
-        )
 
 
 def _attribute(name: str) -> Callable[[Any], Collection[str]]:
@@ -280,12 +264,12 @@ def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
     name = getattr(one, "__qualname__", "<")
     if name != getattr(other, "__qualname__", None) or "<" in name:
         return False
-    return one.__module__ == other.__module__ or _file(one) == _file(other) is not None
-
-
-def _file(factory: Callable[..., Any]) -> str | None:
-    found = getattr(sys.modules.get(factory.__module__), "__file__", None)
-    return None if found is None else os.path.realpath(found)
+    files = [
+        getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in (one, other)
+    ]
+    return one.__module__ == other.__module__ or (
+        all(files) and os.path.realpath(files[0]) == os.path.realpath(files[1])
+    )
 
 
 def _path(factory: Callable[..., Any]) -> str:
@@ -355,10 +339,17 @@ def register_estimator(
     """
     if normalization not in get_args(NormalizationMode):
         raise AlgorithmError(f"estimator {name!r}: unknown normalization {normalization!r}")
+    given = needs
     if shaped_rewards:
-        needs = _with_shaping(needs)
+
+        def with_shaping(instance: Any) -> set[str]:
+            own = given(instance) if callable(given) else given or ()
+            return {*own, *shaping_needs(instance.kl_coef, instance.distill_coef)}
+
+        needs = with_shaping
         optional = {"token_rewards"} if optional is None else optional
-    return _ESTIMATORS.register(
+    return partial(
+        _ESTIMATORS.register,
         name,
         needs=needs,
         optional=optional,
@@ -367,16 +358,6 @@ def register_estimator(
         formula=formula,
         source=source,
     )
-
-
-def _with_shaping(needs: Needs | None) -> Needs:
-    """Add the fields that the instance's coefficients of the reward read."""
-
-    def fields(instance: Any) -> set[str]:
-        own = needs(instance) if callable(needs) else needs or ()
-        return {*own, *shaping_needs(instance.kl_coef, instance.distill_coef)}
-
-    return fields
 
 
 def register_policy_loss(
@@ -392,6 +373,11 @@ def register_policy_loss(
     The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole
     optimizer step before it is split and comes back in `inputs.batch_stats`.
     """
-    return _POLICY_LOSSES.register(
-        name, needs=needs, optional=optional, formula=formula, source=source
+    return partial(
+        _POLICY_LOSSES.register,
+        name,
+        needs=needs,
+        optional=optional,
+        formula=formula,
+        source=source,
     )

@@ -163,18 +163,16 @@ class DecoupledPPO:
         assert inputs.rollout_logprobs is not None
         surrogate = self.surrogate(inputs)
         uncapped = clamped_log_ratio(inputs.old_logprobs, inputs.rollout_logprobs).detach().exp()
-        weight = self._capped(uncapped)
-        metrics = {**surrogate.metrics, "behavior_weight": weight}
+        weight = uncapped
+        metrics = {**surrogate.metrics}
         if self.behavior_cap is not None:
-            metrics["behavior_capped"] = (uncapped > self.behavior_cap).to(weight.dtype)
+            above = uncapped > self.behavior_cap
+            weight = uncapped.clamp(max=self.behavior_cap)
+            if self.cap_mode == "mask":
+                weight = torch.where(above, 0.0, uncapped)
+            metrics["behavior_capped"] = above.to(weight.dtype)
+        metrics["behavior_weight"] = weight
         return PolicyLoss(weight * surrogate.per_token, metrics)
-
-    def _capped(self, weight: Tensor) -> Tensor:
-        if self.behavior_cap is None:
-            return weight
-        if self.cap_mode == "truncate":
-            return weight.clamp(max=self.behavior_cap)
-        return torch.where(weight > self.behavior_cap, 0.0, weight)
 
 
 @register_policy_loss(

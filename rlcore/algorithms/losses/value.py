@@ -41,13 +41,8 @@ def value_clipped(
 def _squared_errors(
     values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    others = (
-        [("returns", returns)]
-        if old_values is None
-        else [("returns", returns), ("old_values", old_values)]
-    )
-    for name, other in others:
-        if other.shape != values.shape:
+    for name, other in (("returns", returns), ("old_values", old_values)):
+        if other is not None and other.shape != values.shape:
             raise ValueError(
                 f"{name}: expected the shape of values, {list(values.shape)}, got"
                 f" {list(other.shape)}"

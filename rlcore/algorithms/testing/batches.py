@@ -54,26 +54,17 @@ def borders(lengths: Collection[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def estimator_batch(layout: Layout, seed: int) -> EstimatorInputs:
-    """Return a float64 batch with every field; sequences without tokens have the reward NaN."""
-    return _batch(EstimatorInputs, layout, seed)
+def full_batch(record: type[Record], layout: Layout, seed: int) -> Record:
+    """Return a float64 batch with every field but `batch_stats`.
 
-
-def policy_loss_batch(layout: Layout, seed: int) -> PolicyLossInputs:
-    """Return a float64 batch with every field but `batch_stats`."""
-    return _batch(PolicyLossInputs, layout, seed)
-
-
-def _batch(record: type[Record], layout: Layout, seed: int) -> Record:
+    Sequences without tokens have the reward NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(layout.lengths)
     num_sequences = len(layout.lengths)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape or (num_tokens,), generator=generator, dtype=torch.float64)
-
-    def integers(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, (num_tokens,), generator=generator)
 
     counted = torch.tensor(layout.lengths, dtype=torch.int64) > 0
     unread = torch.where(counted, 0.0, float("nan")).double()
@@ -91,9 +82,9 @@ def _batch(record: type[Record], layout: Layout, seed: int) -> Record:
         "values": normal(),
         "baseline_rewards": normal(num_sequences) + unread,
         "teacher_logprobs": -normal().exp(),
-        "versions": integers(3, 6),
+        "versions": torch.randint(3, 6, (num_tokens,), generator=generator),
         "rollout_ids": 5 - 3 * torch.arange(num_sequences),
-        "turn_ids": integers(0, 3),
+        "turn_ids": torch.randint(0, 3, (num_tokens,), generator=generator),
         "reward_parts": normal(num_sequences, PARTS) + unread[:, None],
         "old_logprobs": logprobs + 0.3 * normal(),
         "advantages": normal(),

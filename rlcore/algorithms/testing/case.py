@@ -20,6 +20,7 @@ from rlcore.algorithms.testing.batches import (
     converted,
     describe,
     floating,
+    full_batch,
     loners,
     only,
     peers,
@@ -81,11 +82,9 @@ class Case(Generic[Record]):
     guarded: Guarded
     seed: int
     rule: Rule = READ_ONLY
-    optional: ClassVar[tuple[str, ...]]  # fields that a plugin of this kind may declare
-
-    @abstractmethod
-    def full(self, layout: Layout, seed: int) -> Record:
-        """Return a batch with every field."""
+    # The records of its inputs, and the fields that a plugin of this kind may declare.
+    record: ClassVar[type[Any]]
+    optional: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def extreme(self, batch: Record) -> dict[str, Record]:
@@ -115,7 +114,8 @@ class Case(Generic[Record]):
 
     def batch(self, layout: Layout) -> Record:
         """Return a batch with the fields that the plugin takes."""
-        return only(self.full(layout, self.seed), self.guarded.takes)
+        batch: Record = full_batch(self.record, layout, self.seed)
+        return only(batch, self.guarded.takes)
 
     def run(
         self, batch: Record, change: str = "", call: Callable[[Record], Outputs] | None = None
@@ -148,8 +148,7 @@ class Case(Generic[Record]):
     ) -> None:
         """Fail unless both results agree; entry i belongs to token `tokens[i]`, by default to i."""
         for name, wanted in expected.items():
-            found = got.get(name)
-            if found is None:
+            if (found := got.get(name)) is None:
                 message = f"{name}: expected a tensor as without the change, got None"
                 self.fail(batch, change, message)
             limit = allowed[name] if allowed else TOLERANCE * max(1.0, largest(wanted))
@@ -196,9 +195,8 @@ class Case(Generic[Record]):
     ) -> NoReturn:
         """Raise the `ContractError` of this rule."""
         shown = describe(batch, self.guarded.takes)
-        parts = [shown, f"change: {change}" if change else "", failure]
-        message = "\n".join(part for part in parts if part)
-        raise ContractError(self.name, self.rule, message) from cause
+        lines = [shown, *([f"change: {change}"] if change else []), failure]
+        raise ContractError(self.name, self.rule, "\n".join(lines)) from cause
 
     def keep(
         self, rules: Mapping[Rule, Callable[[Self], None]], skipped: Mapping[Rule, str]
@@ -235,7 +233,7 @@ def check_read_only(case: Case[Any]) -> None:
 
 def check_declared(case: Case[Any]) -> None:
     """Leave out each field that is not declared."""
-    full = case.full(NEIGHBOURS, case.seed)
+    full = full_batch(case.record, NEIGHBOURS, case.seed)
     expected = case.run(full, call=case.call_with_all)
     everything = {*case.guarded.always, *case.optional}
     for field in sorted(set(case.optional) - case.guarded.takes):
@@ -251,7 +249,8 @@ def check_deterministic(case: Case[Any]) -> None:
     for change in ("the same call again", "the same call after one on another batch"):
         got = case.run(batch, change, case.call_with_metrics)
         case.same(batch, change, expected, got, allowed=dict.fromkeys(expected, 0.0))
-        case.run(only(case.full(NEIGHBOURS, case.seed + 1), case.guarded.takes))
+        other = full_batch(case.record, NEIGHBOURS, case.seed + 1)
+        case.run(only(other, case.guarded.takes))
 
 
 def check_optional(case: Case[Any]) -> None:

@@ -15,10 +15,8 @@ from rlcore.algorithms.registry import guard_estimator
 from rlcore.algorithms.testing import case as shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
-    Layout,
     converted,
     cut,
-    estimator_batch,
     loners,
     peers,
     shuffled,
@@ -76,10 +74,8 @@ def check_estimator(
 @dataclass(frozen=True)
 class _Case(Case[EstimatorInputs]):
     guarded: GuardedEstimator
+    record = EstimatorInputs
     optional = ESTIMATOR_OPTIONAL
-
-    def full(self, layout: Layout, seed: int) -> EstimatorInputs:
-        return estimator_batch(layout, seed)
 
     def extreme(self, batch: EstimatorInputs) -> dict[str, EstimatorInputs]:
         found = {
@@ -113,10 +109,6 @@ def _rewards(batch: EstimatorInputs, change: Callable[[Tensor], Tensor]) -> Esti
     parts = batch.reward_parts
     parts = parts if parts is None else change(parts)
     return replace(batch, rewards=change(batch.rewards), reward_parts=parts)
-
-
-def _scaled(rewards: Tensor, factors: Tensor) -> Tensor:
-    return rewards * (factors if rewards.dim() == 1 else factors[:, None])
 
 
 # --- rules, the simplest first: it explains the failure of others ---------------------------------
@@ -198,8 +190,8 @@ def _check_group_split(case: _Case) -> None:
             part, index = take(whole, rows)
             change = f"group {group} in the batch instead of alone"
             case.same(whole, change, case.run(part), at(together, index), tokens=index)
-            louder = torch.where(whole.group_ids == group, 1.0, 1e6)
-            loud = _rewards(whole, partial(_scaled, factors=louder))
+            louder = torch.where(whole.group_ids == group, 1.0, 1e6).double()
+            loud = _rewards(whole, partial(torch.einsum, "b,b...->b...", louder))
             loud = converted(loud, torch.float32)
             alone = case.run(converted(part, torch.float32))
             allowed = {name: 1e-4 * max(1.0, largest(value)) for name, value in alone.items()}

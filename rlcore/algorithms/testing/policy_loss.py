@@ -19,7 +19,6 @@ from rlcore.algorithms.testing.batches import (
     WITHOUT_TOKENS,
     Layout,
     peers,
-    policy_loss_batch,
     take,
     tensors,
 )
@@ -55,10 +54,8 @@ def check_policy_loss(
 @dataclass(frozen=True)
 class _Case(Case[PolicyLossInputs]):
     guarded: GuardedPolicyLoss
+    record = PolicyLossInputs
     optional = POLICY_LOSS_OPTIONAL
-
-    def full(self, layout: Layout, seed: int) -> PolicyLossInputs:
-        return policy_loss_batch(layout, seed)
 
     def extreme(self, batch: PolicyLossInputs) -> dict[str, PolicyLossInputs]:
         found = {"advantages times 1e6": replace(batch, advantages=1e6 * batch.advantages)}

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rlcore.algorithms import (
+    EstimatorInputs,
     KeywordError,
+    PolicyLossInputs,
     build_estimator,
     discounted_suffix_sum,
     estimator_keywords,
@@ -25,8 +27,7 @@ from rlcore.algorithms.testing import estimator as estimator_rules
 from rlcore.algorithms.testing.batches import (
     PER_SEQUENCE,
     Layout,
-    estimator_batch,
-    policy_loss_batch,
+    full_batch,
     tensors,
 )
 
@@ -189,8 +190,8 @@ def test_a_seed_gives_one_verdict() -> None:
 def test_batches_have_every_field_and_know_what_belongs_to_a_sequence() -> None:
     layout = Layout((2, 0, 3), (0, 0, 1))
     for record, absent in (
-        (estimator_batch(layout, 0), set()),
-        (policy_loss_batch(layout, 0), {"batch_stats"}),
+        (full_batch(EstimatorInputs, layout, 0), set()),
+        (full_batch(PolicyLossInputs, layout, 0), {"batch_stats"}),
     ):
         present = dict(tensors(record))
         assert {field.name for field in fields(record)} - set(present) == absent

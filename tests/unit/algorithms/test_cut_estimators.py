@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore.algorithms import EstimatorInputs, build_estimator
-from rlcore.algorithms.testing.batches import Layout, estimator_batch, take
+from rlcore.algorithms.testing.batches import Layout, full_batch, take
 
 from .helpers import cu
 from .reference_estimators import REFERENCES, Episode, episodes
@@ -54,7 +54,7 @@ class Cut:
 def cut(layout: Layout, seed: int) -> Cut:
     """Into up to three segments a rollout, of which some have no token."""
     generator = torch.Generator().manual_seed(seed)
-    whole = estimator_batch(layout, seed)
+    whole = full_batch(EstimatorInputs, layout, seed)
     rewards = torch.randn(whole.num_sequences, generator=generator, dtype=torch.float64)
     whole = replace(whole, rewards=rewards)
     spans: list[tuple[int, int, int]] = []

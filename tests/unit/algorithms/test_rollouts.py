@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.algorithms import (
     EstimatorInputs,
     InputError,
+    PolicyLossInputs,
     build_estimator,
     build_policy_loss,
     estimator_keywords,
@@ -22,7 +23,7 @@ from rlcore.algorithms import (
     policy_loss_names,
     rollout_metrics,
 )
-from rlcore.algorithms.testing.batches import Layout, estimator_batch, policy_loss_batch
+from rlcore.algorithms.testing.batches import Layout, full_batch
 from rlcore.algorithms.types import PER_SEQUENCE
 
 from .helpers import cu
@@ -99,7 +100,7 @@ def test_cutting_rollouts_into_segments_changes_no_advantage(
     if "kl_coef" in estimator_keywords(name):
         options |= {"kl_coef": 0.3, "distill_coef": 0.2}
     estimator = build_estimator(name, **options)
-    whole = estimator_batch(layout, seed)
+    whole = full_batch(EstimatorInputs, layout, seed)
     segments, _ = cut_at_random(whole, torch.Generator().manual_seed(seed))
     expected = estimator(whole)
     got = estimator(segments)
@@ -139,7 +140,7 @@ def test_segments_that_differ_are_refused(name: str, field: str) -> None:
 @settings(deadline=None, max_examples=40)
 @given(layout=LAYOUTS, seed=st.integers(0, 2**31))
 def test_cutting_changes_no_metric(layout: Layout, seed: int) -> None:
-    whole = replace(estimator_batch(layout, seed), baseline_rewards=None)
+    whole = replace(full_batch(EstimatorInputs, layout, seed), baseline_rewards=None)
     whole = replace(whole, rewards=torch.randn(whole.num_sequences, dtype=torch.float64))
     segments, rows = cut_at_random(whole, torch.Generator().manual_seed(seed))
     ends = ["stop" if b % 3 else "length" for b in range(whole.num_sequences)]
@@ -159,7 +160,7 @@ def test_cutting_changes_no_metric(layout: Layout, seed: int) -> None:
 @pytest.mark.parametrize("name", [n for n in policy_loss_names() if n not in BY_SEGMENT])
 def test_cutting_changes_no_loss_and_no_gradient(name: str, mode: Any) -> None:
     layout = Layout((5, 1, 3, 8), (0, 0, 1, 1))
-    whole = policy_loss_batch(layout, 3)
+    whole = full_batch(PolicyLossInputs, layout, 3)
     ids = torch.arange(4)
     pieces = [2, 3, 1, 1, 2, 8]
     owners = torch.tensor([0, 0, 1, 2, 2, 3])
