@@ -128,7 +128,7 @@ class TokenVersions:
         return int(self.lengths.sum())
 
     def each(self) -> Tensor:
-        """The version of each token, int64 [M]."""
+        """Return the version of each token, int64 [M]."""
         return self.spread(self.values)
 
     def spread(self, values: Tensor) -> Tensor:
@@ -177,7 +177,9 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         # int64 [B+1], over trainable tokens.
-        self.cu_seqlens = self._count_trainable()
+        mask = self.loss_mask.numpy()
+        counts = [np.count_nonzero(mask[part]) for part in _array_parts(self.cu_tokens)]
+        self.cu_seqlens = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
         for name, value in [*self.vectors.items()]:
             self.set(name, value)
         if self.versions is not None and self.versions.num_tokens != self.num_trainable:
@@ -185,30 +187,19 @@ class RolloutBatch:
                 f"batch.versions cover {self.versions.num_tokens} tokens, expected"
                 f" {self.num_trainable}"
             )
-        if (
-            self.sampling_mask is not None
-            and len(self.sampling_mask.offsets) != self.num_trainable + 1
-        ):
-            sets = len(self.sampling_mask.offsets) - 1
+        masks = self.sampling_mask
+        if masks is not None and len(masks.offsets) != self.num_trainable + 1:
             raise ValueError(
-                f"batch.sampling_mask holds {sets} sets, expected one for each of"
+                f"batch.sampling_mask holds {len(masks.offsets) - 1} sets, expected one for each of"
                 f" {self.num_trainable} tokens"
             )
 
-    def _count_trainable(self) -> Tensor:
-        mask = self.loss_mask.numpy()
-        counts = [np.count_nonzero(mask[part]) for part in _array_parts(self.cu_tokens)]
-        return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
-
-    def _check(self, name: str, value: Tensor) -> None:
+    def set(self, name: str, value: Tensor) -> None:
+        """Store a vector after checking its shape; versions are stored as spans."""
         expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
         if not has_shape(name, value, expected):
             wanted = f"({expected}, parts)" if name in PER_PART else f"({expected},)"
             raise ValueError(f"batch.{name} has shape {tuple(value.shape)}, expected {wanted}")
-
-    def set(self, name: str, value: Tensor) -> None:
-        """Store a vector after checking its shape; versions are stored as spans."""
-        self._check(name, value)
         if name == "versions":
             self.versions = TokenVersions.of(value)
             self.vectors.pop(name, None)
@@ -233,7 +224,7 @@ class RolloutBatch:
     @property
     def num_trainable_each(self) -> list[int]:
         """The number of trainable tokens of each sequence."""
-        counts: list[int] = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+        counts: list[int] = self.cu_seqlens.diff().tolist()
         return counts
 
     @property
@@ -249,7 +240,7 @@ class RolloutBatch:
     @property
     def lengths(self) -> Tensor:
         """The number of tokens of each sequence, prompt included, int64 [B]."""
-        return self.cu_tokens[1:] - self.cu_tokens[:-1]
+        return self.cu_tokens.diff()
 
     @classmethod
     def from_samples(
@@ -288,6 +279,10 @@ class RolloutBatch:
             optional["token_rewards"] = flat(given, np.float32)
         if any(s.turn_spans for s in samples):
             optional["turn_ids"] = flat([s.turn_ids() for s in samples], np.int64)
+        masks = None
+        if any(s.sampling_mask is not None for s in samples):
+            sets = [s.sampling_mask or SamplingMasks.whole(s.num_trainable) for s in samples]
+            masks = BatchSamplingMasks.of(SamplingMasks.joined(sets))
         if reward_parts:
             rows = [[s.reward_parts.get(name, math.nan) for name in reward_parts] for s in samples]
             optional["reward_parts"] = torch.tensor(rows, dtype=torch.float32).reshape(
@@ -297,7 +292,7 @@ class RolloutBatch:
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
             loss_mask=flat([s.loss_mask for s in samples], np.bool_),
-            sampling_mask=_sampling_mask(samples),
+            sampling_mask=masks,
             routed_experts=_routed_experts(samples),
             vectors={
                 "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
@@ -395,16 +390,6 @@ def _read_only(values: Tensor) -> NDArray[Any]:
     array: NDArray[Any] = values.numpy()
     array.flags.writeable = False
     return array
-
-
-def _sampling_mask(samples: Sequence[Sample]) -> BatchSamplingMasks | None:
-    if all(s.sampling_mask is None for s in samples):
-        return None
-    sets = [
-        SamplingMasks.whole(s.num_trainable) if s.sampling_mask is None else s.sampling_mask
-        for s in samples
-    ]
-    return BatchSamplingMasks.of(SamplingMasks.joined(sets))
 
 
 def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:

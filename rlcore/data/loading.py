@@ -97,13 +97,11 @@ def check_context(config: Config) -> None:
 
 def prompt_notes(config: Config, prompts: int) -> list[str]:
     """Return a warning if a step draws more prompts, or labelled rows, than exist."""
-    key = "rollout.prompts_per_step"
-    drawn = config.rollout.prompts_per_step
-    what = "prompts"
-    if config.is_sft:
-        key = "training.batch_size"
-        drawn = config.training.batch_size
-        what = "rows"
+    key, drawn, what = (
+        ("training.batch_size", config.training.batch_size, "rows")
+        if config.is_sft
+        else ("rollout.prompts_per_step", config.rollout.prompts_per_step, "prompts")
+    )
     if drawn <= prompts or config.training.replay is not None:
         return []
     return [
@@ -150,15 +148,25 @@ def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
     Raises:
         ConfigError: a source without rows, or an invalid curriculum.
     """
-    base = _in_turn(config, prompts)
-    given = config.data.curriculum
+    data = config.data
+    order: dict[str, Any] = {
+        "seed": config.run.seed,
+        "shuffle": data.shuffle,
+        "fingerprint": prompts.record.fingerprint,
+    }
+    if any(source.weight for source in data.sources.values()):
+        base: PromptStream = MixtureStream(shares(config, prompts), **order)
+    else:
+        base = PromptStream(len(prompts), **order)
+    base.record = prompts.record
+    given = data.curriculum
     if given is None or config.is_sft:
         return base
     try:
         curriculum = build_curriculum(given.name, **given.options)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"data.curriculum: {error}") from error
-    names = tuple(config.data.sources)
+    names = tuple(data.sources)
     sources = np.zeros(len(prompts), dtype=np.int64)
     for part, rows in prompts.by_part():
         if part.source is not None:
@@ -172,23 +180,6 @@ def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
         sources=sources,
         source_names=names,
     )
-
-
-def _in_turn(config: Config, prompts: PromptSet) -> PromptStream:
-    """Return draws that take the rows of all data, or of each source, in turn."""
-    data = config.data
-    record = prompts.record
-    given: dict[str, Any] = {
-        "seed": config.run.seed,
-        "shuffle": data.shuffle,
-        "fingerprint": record.fingerprint,
-    }
-    if any(source.weight for source in data.sources.values()):
-        stream: PromptStream = MixtureStream(shares(config, prompts), **given)
-    else:
-        stream = PromptStream(len(prompts), **given)
-    stream.record = record
-    return stream
 
 
 def shares(config: Config, prompts: PromptSet) -> list[Share]:

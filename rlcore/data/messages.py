@@ -99,7 +99,6 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
     Raises:
         ValueError: the text is not JSON, or is ambiguous.
         RecursionError: the value is nested too deeply.
-        RecursionError: it is nested too deep.
     """
     return _DECODER.raw_decode(text, start)
 

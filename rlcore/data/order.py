@@ -116,9 +116,19 @@ class RowRecord:
         row's number, which reveals the row.
         """
         blocks = self._blocks if len(self.digests) else []
-        before = saved.get("blocks", ())
+        before = saved["blocks"]
         if len(before) != len(blocks) or before == blocks:
-            return _changed_files(saved.get("files", {}), self.files)
+            files = saved["files"]
+            # The first few of each kind are named.
+            changes = {
+                "new": [path for path in self.files if files and path not in files],
+                "gone": [path for path in files if path not in self.files],
+                "with other numbers of rows": [
+                    path for path, rows in self.files.items() if files.get(path, rows) != rows
+                ],
+            }
+            named = {what: paths[:3] for what, paths in changes.items() if paths}
+            return "".join(f"; {what}: {', '.join(paths)}" for what, paths in named.items())
         changed = [k for k, (one, other) in enumerate(zip(before, blocks)) if one != other]
         block = changed[0]
         gaps = [
@@ -132,14 +142,3 @@ class RowRecord:
             return f"; {self.where(int(found[0]) - 1)} differs{also}"
         ends = [self.where(int(number) - 1) for number in (numbers[0], numbers[-1])]
         return f"; several rows differ, the first of them between {ends[0]} and {ends[1]}"
-
-
-def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Name the files that are new, gone or have another number of rows, the first few of each."""
-    changes = {
-        "new": [path for path in now if before and path not in before],
-        "gone": [path for path in before if path not in now],
-        "with other numbers of rows": [p for p in now if before.get(p, now[p]) != now[p]],
-    }
-    said = [f"{what}: {', '.join(paths[:3])}" for what, paths in changes.items() if paths]
-    return "".join(f"; {one}" for one in said)

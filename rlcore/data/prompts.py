@@ -110,10 +110,17 @@ class PromptSet:
         paths = ", ".join(part.path for part in examples.parts) or "data.paths"
         if not row:
             raise DataError(f"{paths}: no rows")
+        if not kept:
+            limit = min(too_long, key=lambda limit: limit.tokens)
+            raise ConfigError(
+                f"{paths}: all {row} prompts have more than {limit} tokens (the shortest has"
+                f" {shortest})"
+            )
         left_out = {
             limit: examples.take(np.array(rows, dtype=np.int64)) for limit, rows in too_long.items()
         }
-        _report(paths, left_out, row, shortest)
+        for limit, rows in left_out.items():
+            _warn_of("prompts", rows, row, limit)
         return cls(
             examples.take(np.array(kept, dtype=np.int64)),
             texts.done(),
@@ -201,19 +208,6 @@ def chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
     """Yield examples in lists of the size that the tokenizer takes at once."""
     while chunk := list(islice(examples, ENCODE_CHUNK)):
         yield chunk
-
-
-def _report(
-    paths: str, left_out: Mapping[LengthLimit, Examples], total: int, shortest: int | None
-) -> None:
-    if sum(len(rows) for rows in left_out.values()) == total:
-        limit = min(left_out, key=lambda limit: limit.tokens)
-        raise ConfigError(
-            f"{paths}: all {total} prompts have more than {limit} tokens (the shortest has"
-            f" {shortest})"
-        )
-    for limit, rows in left_out.items():
-        _warn_of("prompts", rows, total, limit)
 
 
 def _warn_of(what: str, rows: Examples, total: int, limit: LengthLimit) -> None:
@@ -384,7 +378,7 @@ class PromptStream:
                 " columns too), or start a new run from its weights (policy.checkpoint)"
             )
         if state["cursor"]:
-            check_order(state.get("order", self.order), self.order)
+            check_order(state["order"], self.order)
         self.cursor = int(state["cursor"])
         self._requeued = sorted(state["requeued"])
 

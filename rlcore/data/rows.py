@@ -107,8 +107,11 @@ class JsonRows(RowFile):
         line = os.pread(self._file.fileno(), int(self._starts[index + 1]) - start, start)
         line = line.removeprefix(_BOM).rstrip() if index == 0 else line.rstrip()
         where = self.where(index)
-        if _LONG_NUMBER.search(line):
-            _refuse_long_numbers(line, where)
+        if _LONG_NUMBER.search(line) and (number := _long_number(line)):
+            raise DataError(
+                f"{where}: {shorten(number)} does not fit into 64 bits, and would be rounded: write"
+                " it as text"
+            )
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
@@ -125,8 +128,8 @@ class JsonRows(RowFile):
         return row
 
 
-def _refuse_long_numbers(line: bytes, where: str) -> None:
-    """Raise DataError for a whole number beyond 64 bits, which orjson reads as the next float."""
+def _long_number(line: bytes) -> str:
+    """Return a whole number beyond 64 bits, which orjson reads as the next float; "" if none."""
     found: list[str] = []
 
     def whole(text: str) -> int:
@@ -137,11 +140,7 @@ def _refuse_long_numbers(line: bytes, where: str) -> None:
     # A line that is not JSON is reported later.
     with suppress(ValueError, RecursionError):
         json.loads(line, parse_int=whole)
-    if found:
-        raise DataError(
-            f"{where}: {shorten(found[0])} does not fit into 64 bits, and would be rounded: write"
-            " it as text"
-        )
+    return found[0] if found else ""
 
 
 class ParquetRows(RowFile):

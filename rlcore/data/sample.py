@@ -172,8 +172,19 @@ class Sample:
             covered = span.end
         if covered != m:
             raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
-        self.check_token_rewards()
-        self._check_sampling_mask(where)
+        if self.sampling_mask is not None:
+            if self.sampling_mask.counts.shape != (m,):
+                raise ValueError(
+                    f"{where}: {len(self.sampling_mask.counts)} keep-sets, expected one for each of"
+                    f" {m} trainable tokens"
+                )
+            missing = self.sampling_mask.missing(self.tokens[self.loss_mask == 1])
+            if len(missing):
+                raise ValueError(
+                    f"{where}: the keep-set of trainable token {missing[0]} does not hold the token"
+                    " itself"
+                )
+        self._check_token_rewards(where, m)
         routed = self.routed_experts
         if routed is not None and (
             routed.dtype != np.int16 or routed.ndim != 3 or len(routed) > len(self.tokens)
@@ -184,38 +195,13 @@ class Sample:
                 f" {len(self.tokens)}, got {got}"
             )
 
-    def _check_sampling_mask(self, where: str) -> None:
-        if self.sampling_mask is None:
-            return
-        m = self.num_trainable
-        if self.sampling_mask.counts.shape != (m,):
-            raise ValueError(
-                f"{where}: {len(self.sampling_mask.counts)} keep-sets, expected one for each of {m}"
-                " trainable tokens"
-            )
-        missing = self.sampling_mask.missing(self.tokens[self.loss_mask == 1])
-        if len(missing):
-            raise ValueError(
-                f"{where}: the keep-set of trainable token {missing[0]} does not hold the token"
-                " itself"
-            )
-
-    def check_token_rewards(self) -> None:
-        """Refuse token rewards unless finite and one per trainable token (ValueError).
-
-        A workflow sets them after construction.
-        """
+    def _check_token_rewards(self, where: str, m: int) -> None:
         given = self.token_rewards
         if given is None:
             return
-        m = self.num_trainable
-        where = f"sample {self.index} of draw {self.draw}"
-        if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape != (m,):
-            got = (
-                f"{given.dtype} {given.shape}"
-                if isinstance(given, np.ndarray)
-                else type(given).__name__
-            )
+        is_array = isinstance(given, np.ndarray)
+        if not is_array or given.dtype != np.float32 or given.shape != (m,):
+            got = f"{given.dtype} {given.shape}" if is_array else type(given).__name__
             raise ValueError(
                 f"{where}: token_rewards must be a float32 array ({m},), one a trainable token, got"
                 f" {got}"

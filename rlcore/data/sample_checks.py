@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlcore.data.sample import MAX_LOGPROB, FinishReason, Sample, SamplingMasks, TurnSpan
 
-ARRAYS = ("tokens", "loss_mask", "rollout_logprobs")
+ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "routed_experts")
 # The upper bound of each field, so that `Sample.sequence_id` fits into 64 bits.
 MAX_INTEGERS = {"draw": 1 << 42, "index": 1 << 20, "group_id": 1 << 62, "rollout_id": 1 << 62}
 TEXTS = ("prompt_id", "prompt_text", "response_text")
@@ -40,7 +40,16 @@ def check_sample(sample: Sample, *, vocab_size: int) -> None:
         check_logprobs(sample.rollout_logprobs)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    _check_turns(where, sample)
+    at = 0
+    for span in sample.turn_spans:
+        if not isinstance(span, TurnSpan) or span.start != at or span.end < at:
+            break
+        at = span.end
+    if sample.turn_spans and at != sample.num_trainable:
+        raise ValueError(
+            f"{where}: turn_spans {str(sample.turn_spans)[:200]} do not cover"
+            f" {sample.num_trainable} trainable tokens in order"
+        )
 
 
 def check_logprobs(logprobs: NDArray[np.float32]) -> None:
@@ -69,18 +78,21 @@ def _check_tokens(what: str, tokens: NDArray[np.int32], vocab_size: int) -> None
 
 def _check_types(where: str, sample: Sample) -> None:
     for name in ARRAYS:
-        _check_array(where, name, getattr(sample, name))
+        value: Any = getattr(sample, name)
+        if not (isinstance(value, np.ndarray) or (value is None and name == "routed_experts")):
+            raise _wrong(where, name, value, "an array")
     if sample.rollout_logprobs.dtype != np.float32:
         raise _wrong(where, "rollout_logprobs", sample.rollout_logprobs.dtype, "float32")
-    if sample.routed_experts is not None:
-        _check_array(where, "routed_experts", sample.routed_experts)
     masks = sample.sampling_mask
     if masks is not None and not isinstance(masks, SamplingMasks):
         raise _wrong(where, "sampling_mask", masks, "SamplingMasks or None")
     for name, largest in MAX_INTEGERS.items():
         _check_integer(where, name, getattr(sample, name), largest)
     _check_integer(where, "turns", sample.turns, 1 << 31)
-    for span in _tuple(where, "versions", sample.versions):
+    for name in ("versions", "turn_spans"):
+        if not isinstance(getattr(sample, name), tuple):
+            raise _wrong(where, name, getattr(sample, name), "a tuple")
+    for span in sample.versions:
         for number in (span.version, span.start, span.end):
             _check_integer(where, "versions", number, 1 << 62)
     for name in TEXTS:
@@ -91,7 +103,11 @@ def _check_types(where: str, sample: Sample) -> None:
     if not isinstance(sample.metadata, dict):
         raise _wrong(where, "metadata", sample.metadata, "a dict")
     for name in NUMBERS:
-        _check_numbers(where, name, getattr(sample, name))
+        value = getattr(sample, name)
+        if not isinstance(value, Mapping) or not all(
+            isinstance(key, str) and _is_number(number) for key, number in value.items()
+        ):
+            raise _wrong(where, name, value, "finite numbers by name")
     for name in ("reward", "baseline_reward"):
         value = getattr(sample, name)
         if not (value is None and name == "baseline_reward") and not _is_number(value):
@@ -103,30 +119,6 @@ def _check_types(where: str, sample: Sample) -> None:
         raise _wrong(where, "messages", messages, "a list of maps, or None")
 
 
-def _check_turns(where: str, sample: Sample) -> None:
-    at = 0
-    for span in _tuple(where, "turn_spans", sample.turn_spans):
-        if not isinstance(span, TurnSpan) or span.start != at or span.end < at:
-            break
-        at = span.end
-    if sample.turn_spans and at != sample.num_trainable:
-        raise ValueError(
-            f"{where}: turn_spans {str(sample.turn_spans)[:200]} do not cover"
-            f" {sample.num_trainable} trainable tokens in order"
-        )
-
-
-def _tuple(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple):
-        raise _wrong(where, name, value, "a tuple")
-    return value
-
-
-def _check_array(where: str, name: str, value: Any) -> None:
-    if not isinstance(value, np.ndarray):
-        raise _wrong(where, name, value, "an array")
-
-
 def _check_integer(where: str, name: str, value: Any, largest: int) -> None:
     if type(value) is int and 0 <= value < largest:
         # The usual case, handled fast.
@@ -134,13 +126,6 @@ def _check_integer(where: str, name: str, value: Any, largest: int) -> None:
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not (whole and 0 <= value < largest):
         raise _wrong(where, name, value, f"a whole number from 0 to {largest - 1}")
-
-
-def _check_numbers(where: str, name: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and _is_number(number) for key, number in value.items()
-    ):
-        raise _wrong(where, name, value, "finite numbers by name")
 
 
 def _is_number(value: Any) -> bool:

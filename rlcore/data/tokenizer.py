@@ -97,7 +97,7 @@ def encode(
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = False
 ) -> list[list[int]]:
-    if is_plain(tokenizer):
+    if _is_plain(tokenizer):
         # Offsets and other results, which the general call computes, take as long as the ids.
         backend = tokenizer.backend_tokenizer
         found = backend.encode_batch_fast(texts, add_special_tokens=special)
@@ -109,7 +109,7 @@ def _encode(
     return ids
 
 
-def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer passes texts unchanged to its backend, and returns all of its ids."""
     kind: type = type(tokenizer)
     if not _is_plain_class(kind) or tokenizer.split_special_tokens:
@@ -211,20 +211,17 @@ def shows_calls(render: Callable[[Sequence[Message]], str], messages: Sequence[M
     Called names get a mark, because tool descriptions and contents may contain the names as well.
     """
     marks: list[str] = []
-    marked = [_marked(message, marks) for message in messages]
+    marked = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            marks.append(f"{call['function']['name']}_{len(marks):05d}_")
+            calls.append({**call, "function": {**call["function"], "name": marks[-1]}})
+        marked.append({**message, "tool_calls": calls} if calls else message)
     if not marks:
         return True
     text = render(marked)
     return all(mark in text for mark in marks)
-
-
-def _marked(message: Message, marks: list[str]) -> Message:
-    """Return a message with a mark in the name of each called function."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        marks.append(f"{call['function']['name']}_{len(marks):05d}_")
-        calls.append({**call, "function": {**call["function"], "name": marks[-1]}})
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _render_plain(

@@ -6,9 +6,9 @@ import base64
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
 from rlcore.import_paths import place_of
 
-Number = TypeVar("Number", np.int64, np.float64)
 CHUNK = 1024  # results that a snapshot packs into one text
 
 
@@ -109,7 +108,9 @@ class Results:
         self._sum(row, outcome)
         self._tail.append([row, *outcome])
         if len(self._tail) == CHUNK:
-            self._chunks.append(_packed(self._tail))
+            # Transposed, so that similar numbers are next to one another.
+            columns = np.array(self._tail, dtype="<i4").T
+            self._chunks.append(base64.b64encode(zlib.compress(columns.tobytes())).decode())
             self._tail = []
 
     def add_failure(self, row: int) -> None:
@@ -133,17 +134,13 @@ class Results:
         source_names: tuple[str, ...] = (),
     ) -> PromptHistory:
         """Return a copy of the sums, together with the properties of the prompts."""
-        return PromptHistory(
-            seen=_frozen(self.seen),
-            right=_frozen(self.right),
-            told=_frozen(self.told),
-            last=_frozen(self.last),
-            failed=_frozen(self.failed),
-            results=self.count,
-            lengths=_frozen(lengths),
-            sources=_frozen(sources),
-            source_names=source_names,
-        )
+        arrays: dict[str, Any] = {
+            name: getattr(self, name).copy() for name in ("seen", "right", "told", "last", "failed")
+        }
+        arrays |= {"lengths": lengths.copy(), "sources": sources.copy()}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return PromptHistory(results=self.count, source_names=source_names, **arrays)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the log and the prompts whose newest groups failed, JSON-able."""
@@ -154,41 +151,21 @@ class Results:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a snapshot by summing up its log."""
         self._clear()
-        for chunk in state["chunks"]:
-            self._replay(_unpacked(chunk))
-            self._chunks.append(chunk)
-        self._replay(state["tail"])
+        self._chunks = list(state["chunks"])
         self._tail = [list(one) for one in state["tail"]]
-        # Earlier checkpoints have no failures.
-        for row, count in state.get("failed", ()):
-            self.failed[row] = count
-
-    def _replay(self, results: Iterable[Sequence[int]]) -> None:
-        for row, right, told in results:
+        results: list[list[int]] = []
+        for chunk in self._chunks:
+            flat = np.frombuffer(zlib.decompress(base64.b64decode(chunk)), dtype="<i4")
+            results += flat.reshape(3, -1).T.tolist()
+        for row, right, told in results + self._tail:
             self._sum(row, Outcome(right, told))
-
-
-def _frozen(array: NDArray[Number]) -> NDArray[Number]:
-    copy = array.copy()
-    copy.flags.writeable = False
-    return copy
+        for row, count in state["failed"]:
+            self.failed[row] = count
 
 
 def num_results(state: Mapping[str, Any]) -> int:
     """Return how many results a snapshot of `Results` holds."""
     return len(state["chunks"]) * CHUNK + len(state["tail"])
-
-
-def _packed(results: Sequence[Sequence[int]]) -> str:
-    # Transposed, so that similar numbers are next to one another.
-    columns = np.array(results, dtype="<i4").T
-    return base64.b64encode(zlib.compress(columns.tobytes())).decode()
-
-
-def _unpacked(word: str) -> list[list[int]]:
-    flat = np.frombuffer(zlib.decompress(base64.b64decode(word)), dtype="<i4")
-    found: list[list[int]] = flat.reshape(3, -1).T.tolist()
-    return found
 
 
 Weigh = Callable[[PromptHistory], NDArray[np.float64]]

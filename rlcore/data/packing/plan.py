@@ -152,7 +152,9 @@ def plan_minibatch(
     else:
         clusters = Clusters(beginnings.among(sequences), lengths, rules.cost, rules.pad)
         pieces, shares = clusters.balanced(rules.ranks, rules.max_tokens)
-        shared = clusters.shared_in(pieces)
+        # How many tokens each sequence shares with the one before it in its piece.
+        shared = clusters.shared.copy()
+        shared[pieces.starts] = 0
     members = pieces.members.__getitem__
     bins = 1
     while True:
@@ -263,12 +265,6 @@ class Clusters:
             if load < best[0]:
                 best = load, pieces, shares
         return best[1], best[2]
-
-    def shared_in(self, pieces: Pieces) -> NDArray[np.int64]:
-        """Return how many tokens each sequence shares with the one before it in its piece."""
-        shared = self.shared.copy()
-        shared[pieces.starts] = 0
-        return shared
 
     def in_order(self, ranks: int) -> NDArray[np.int64]:
         """Return where the parts of at most `ranks` ranks begin, as even as possible."""

@@ -163,10 +163,14 @@ def check_path(path: str) -> None:
         check_gym_path(path)
         return
     path, _ = _without_split(path)
-    if _is_dataset(path):
-        _need_library(path)
-    else:
+    if not _is_dataset(path):
         check_file(Path(path))
+    # The import itself would take seconds.
+    elif sys.modules.get("datasets", ...) is None or find_spec("datasets") is None:
+        raise DataError(
+            f"{path} is no file of rows; for a Hugging Face dataset install the extra:"
+            " pip install 'rlcore[datasets]'"
+        )
 
 
 def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
@@ -231,12 +235,3 @@ def _is_dataset(path: str) -> bool:
         return True
     is_file_name = Path(path).suffix in (".parquet", ".csv", ".txt", *JSONL_SUFFIXES)
     return not Path(path).exists() and not is_file_name and bool(_NAME.fullmatch(path))
-
-
-def _need_library(path: str) -> None:
-    """Refuse a data set if `datasets` is not installed; avoids the import, which takes seconds."""
-    if sys.modules.get("datasets", ...) is None or find_spec("datasets") is None:
-        raise DataError(
-            f"{path} is no file of rows; for a Hugging Face dataset install the extra:"
-            " pip install 'rlcore[datasets]'"
-        )

@@ -35,7 +35,17 @@ class GymRows(RowFile):
         self._task, given = _parsed(path)
         self._settings = {key: given[key] for key in given if key not in _DEFAULTS}
         self._dataset = _dataset(path, self._task, given)
-        self._check_json()
+        # The scorer must accept its own answer after the entry was stored as JSON.
+        row = self[0]
+        if (answer := row["answer"]) is None:
+            return
+        before = self._dataset.score_answer(answer, self._dataset[0])
+        after = self._dataset.score_answer(answer, row[COLUMN]["entry"])
+        if before != after:
+            raise DataError(
+                f"{path}: the scorer of {self._task!r} gives its own answer {before:g}, and"
+                f" {after:g} once the entry was stored as JSON: such a task cannot be trained on"
+            )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -48,20 +58,6 @@ class GymRows(RowFile):
             "answer": entry["answer"],
             COLUMN: {"task": self._task, "settings": self._settings, "entry": entry},
         }
-
-    def _check_json(self) -> None:
-        """Refuse a task whose scorer rejects its own answer after the entry was stored as JSON."""
-        row = self[0]
-        answer = row["answer"]
-        if answer is None:
-            return
-        before = self._dataset.score_answer(answer, self._dataset[0])
-        after = self._dataset.score_answer(answer, row[COLUMN]["entry"])
-        if before != after:
-            raise DataError(
-                f"{self._name}: the scorer of {self._task!r} gives its own answer {before:g}, and"
-                f" {after:g} once the entry was stored as JSON: such a task cannot be trained on"
-            )
 
 
 def check_gym_path(path: str) -> None:
