@@ -29,11 +29,6 @@ def test_by_hand(mode: AggregationMode, expected: list[float]) -> None:
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("mode", MODES[:2])
-def test_means_sum_to_one(mode: AggregationMode) -> None:
-    assert loss_weights(mode, cu(LENGTHS)).sum().item() == pytest.approx(1.0, abs=1e-6)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_one_rollout_counts_as_one_sequence(mode: AggregationMode) -> None:
     joined = loss_weights(mode, cu((6, 2)), norm_length=8)
@@ -96,28 +91,6 @@ def test_a_sequence_keeps_its_weights_in_any_order(
         return {b: part.tolist() for b, part in zip(chosen, weights)}
 
     assert parts(list(order)) == parts(list(range(len(drawn))))
-
-
-def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
-    """Rollout 7 branched into three samples: a mean over sequences would count it three times."""
-    lengths = (4, 2, 6, 3)
-    ids = torch.tensor([7, 1, 7, 7])
-    shared = loss_weights("seq-mean-token-mean", cu(lengths), rollout_ids=ids)
-    alone = loss_weights("seq-mean-token-mean", cu(lengths))
-    of_seven = torch.tensor([1] * 4 + [0] * 2 + [1] * 9).bool()
-    assert shared[of_seven].sum().item() == pytest.approx(1 / 2)
-    assert alone[of_seven].sum().item() == pytest.approx(3 / 4)
-    assert shared[of_seven].unique().numel() == 1, (
-        "each token of a rollout weighs the same, whichever piece it is in"
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", [(), (0, 0)])
-def test_no_tokens_no_weights(mode: AggregationMode, lengths: tuple[int, ...]) -> None:
-    ids = torch.zeros(len(lengths), dtype=torch.int64)
-    assert loss_weights(mode, cu(lengths), norm_length=1).shape == (0,)
-    assert loss_weights(mode, cu(lengths), norm_length=1, rollout_ids=ids).shape == (0,)
 
 
 def test_wrong_arguments_are_named() -> None:

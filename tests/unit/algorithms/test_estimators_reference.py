@@ -42,27 +42,16 @@ def test_ragged_batches(name: str, options: dict[str, Any], seed: int) -> None:
 
 
 @each_case
-def test_zeros_and_ones(name: str, options: dict[str, Any]) -> None:
+def test_degenerate_batches(name: str, options: dict[str, Any]) -> None:
+    """Rewards of 0 and 1, groups of one, equal rewards, huge and negative ids."""
     for seed in range(4):
         inputs = random_inputs([1, 3, 0, 2, 2, 5, 1, 4, 2, 3], seed, token_rewards=None)
         agree(name, replace(inputs, rewards=(inputs.rewards > 0).double()), options)
-
-
-@each_case
-def test_groups_of_one(name: str, options: dict[str, Any]) -> None:
     agree(name, random_inputs(group_ids=torch.randperm(len(LENGTHS)) - 4), options)
-
-
-@each_case
-def test_constant_rewards(name: str, options: dict[str, Any]) -> None:
     for value in (0.0, 0.1, -3.0):
         equal = torch.full((len(LENGTHS),), value, dtype=torch.float64)
         parts = equal[:, None].expand(-1, 3)
         agree(name, random_inputs(rewards=equal, reward_parts=parts), options)
-
-
-@each_case
-def test_huge_and_negative_group_ids(name: str, options: dict[str, Any]) -> None:
     ids = torch.tensor([2**62, -(2**62), 2**62, 0, -1, 2**62, -(2**62), -1, 0])
     agree(name, random_inputs(group_ids=ids), options)
 

@@ -5,7 +5,6 @@ Parametrised over the registries: a new estimator or loss is tested by being reg
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
@@ -131,18 +130,6 @@ def gradient(
 
 def as_it_is(size: int) -> tuple[list[int], tuple[int, ...]]:
     return list(range(size)), (size,)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_neither_order_nor_split_changes_the_gradient(mode: AggregationMode) -> None:
-    """Of any loss, its weights taken of sequences or of rollouts."""
-    order, one = as_it_is(len(LENGTHS))
-    for name, ids in itertools.product(policy_loss_names(), [None, batch().rollout_ids]):
-        whole, value = gradient(name, step(), weights_of(mode, order, ids), order, one)
-        split, summed = gradient(name, step(), weights_of(mode, ORDER, ids), ORDER, PIECES)
-        assert (whole != 0).sum() > 10, name
-        torch.testing.assert_close(split, whole, **TO_ROUNDING)
-        torch.testing.assert_close(summed, value, **TO_ROUNDING)
 
 
 @cache

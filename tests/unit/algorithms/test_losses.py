@@ -70,19 +70,6 @@ def test_ppo_clip_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -1}, {"dual_clip": 1.0}]
-)
-def test_ppo_clip_refuses_senseless_limits(kwargs: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(kwargs))):
-        build_policy_loss("ppo_clip", **kwargs)
-
-
-def test_sft_is_the_negative_log_likelihood() -> None:
-    torch.testing.assert_close(policy_loss([0.5, 0.1], [0.0, 0.0], name="sft").per_token.exp(),
-                               torch.tensor([2.0, 10.0], dtype=torch.float64))  # fmt: skip
-
-
-@pytest.mark.parametrize(
     ("value", "old", "target", "clip", "expected", "clipped"),
     [
         (1.0, 0.0, 3.0, None, 2.0, 0),
@@ -97,6 +84,7 @@ def test_value_loss_table(
     v, o, r = (torch.tensor([x], dtype=torch.float64) for x in (value, old, target))
     assert value_loss(v, o, r, clip=clip).item() == pytest.approx(expected)
     assert value_clipped(v, o, r, clip=clip).item() == clipped
+    assert clip or value_loss(v, None, r).item() == pytest.approx(expected)
 
 
 def slow_value_loss(
@@ -134,21 +122,6 @@ def test_value_loss_against_the_slow_reference(
     )
     torch.testing.assert_close(loss.detach(), expected[0])
     torch.testing.assert_close(gradient, expected[1])
-
-
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_value_loss_gradient(clip: float | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values, old, returns = torch.randn(3, 30, generator=generator, dtype=torch.float64)
-    values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, clip=clip), (values,))
-
-
-def test_value_loss_is_never_below_the_plain_one_and_equal_for_a_wide_clip() -> None:
-    values, old, returns = torch.randn(3, 100)
-    plain = value_loss(values, None, returns)
-    assert (value_loss(values, old, returns, clip=0.1) >= plain).all()
-    assert torch.equal(value_loss(values, old, returns, clip=1e6), plain)
 
 
 def test_value_loss_names_what_is_wrong() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rlcore.algorithms import EstimatorInputs, normalize_advantages, whiten
 
-from .helpers import LENGTHS, cu, permuted, random_inputs
+from .helpers import LENGTHS, cu, random_inputs
 
 
 def slow(x: list[float]) -> list[float]:
@@ -51,14 +50,14 @@ def test_none_leaves_them_alone() -> None:
     assert normalized(inputs, "none") is inputs.values
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_group_is_the_loop_over_groups(seed: int) -> None:
-    for lengths in (LENGTHS, (1, 0, 2, 3, 0, 1, 7)):
-        inputs = random_inputs(lengths, seed)
-        torch.testing.assert_close(
-            normalized(inputs, "group"),
-            slow_groups(inputs.values, inputs.cu_seqlens, inputs.group_ids),  # type: ignore[arg-type]
-        )
+@settings(deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(0, 6), max_size=8) | st.just([*LENGTHS]), seed=st.integers(0))
+def test_group_is_the_loop_over_groups(lengths: list[int], seed: int) -> None:
+    inputs = random_inputs(lengths, seed % 2**32)
+    torch.testing.assert_close(
+        normalized(inputs, "group"),
+        slow_groups(inputs.values, inputs.cu_seqlens, inputs.group_ids),  # type: ignore[arg-type]
+    )
 
 
 def test_group_by_hand() -> None:
@@ -67,33 +66,6 @@ def test_group_by_hand() -> None:
     result = normalize_advantages(torch.tensor([1.0, 2.0, 7.0, 3.0]), cu_seqlens, groups, "group")
     # group 9: mean 2, std 1; -4: one token
     torch.testing.assert_close(result, torch.tensor([-1.0, 0.0, 0.0, 1.0]))
-
-
-@given(
-    lengths=st.lists(st.integers(0, 6), max_size=8), seed=st.integers(0, 1000),
-    shift=st.integers(-100, 100), data=st.data(),
-)  # fmt: skip
-@settings(deadline=None, max_examples=25)
-def test_group_properties(lengths: list[int], seed: int, shift: int, data: st.DataObject) -> None:
-    inputs = random_inputs(lengths, seed)
-    result = normalized(inputs, "group")
-    # each group has mean 0 and, with two tokens or more, variance 1
-    owner = torch.repeat_interleave(inputs.group_ids, torch.tensor(lengths, dtype=torch.int64))
-    for group in set(owner.tolist()):
-        x = result[owner == group]
-        assert float(x.mean()) == pytest.approx(0.0, abs=1e-9)
-        assert x.numel() == 1 or float(x.var()) == pytest.approx(1.0, rel=1e-2)
-    # neither order nor a shift of the advantages matters
-    order = data.draw(st.permutations(range(len(lengths))))
-    shuffled, index = permuted(inputs, order)
-    torch.testing.assert_close(normalized(shuffled, "group"), result[index], rtol=1e-7, atol=1e-7)
-    moved = replace(inputs, values=inputs.values + shift)  # type: ignore[operator]
-    torch.testing.assert_close(normalized(moved, "group"), result, rtol=1e-6, atol=1e-6)
-    # groups do not see each other
-    alone, index = permuted(
-        inputs, [b for b in range(len(lengths)) if int(inputs.group_ids[b]) == -1]
-    )
-    torch.testing.assert_close(normalized(alone, "group"), result[index])
 
 
 @pytest.mark.parametrize("mode", ["batch", "group"])

@@ -16,26 +16,22 @@ from rlcore.algorithms import (
     segment_index,
     segment_mean,
     segment_sum,
-    whiten,
 )
+from rlcore.algorithms.ragged import PIECE, add_, mean_and_variance, pieces, whiten
+from rlcore.algorithms.scan import discounted_suffix_sum_
 
 from .helpers import LENGTHS, cu
 
 
-def slow_suffix_sum(x: Tensor, borders: Tensor, decay: float) -> Tensor:
+def slow_suffix_sum(x: Tensor, borders: Tensor, decay: float | Tensor) -> Tensor:
     y = torch.zeros_like(x)
-    for start, end in zip(borders.tolist(), borders.tolist()[1:]):
+    decays = torch.as_tensor(decay, dtype=torch.float64).expand(len(borders) - 1).tolist()
+    for (start, end), rate in zip(itertools.pairwise(borders.tolist()), decays):
         running = 0.0
         for t in range(end - 1, start - 1, -1):
-            running = float(x[t]) + decay * running
+            running = float(x[t]) + rate * running
             y[t] = running
     return y
-
-
-def test_suffix_sum_by_hand() -> None:
-    x = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
-    expected = torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4.0, 8 + 0.5 * 16, 16.0])
-    assert torch.equal(discounted_suffix_sum(x, torch.tensor([0, 3, 3, 5]), 0.5), expected)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +41,22 @@ def test_suffix_sum_by_hand() -> None:
 def test_suffix_sum_is_the_recursion(
     lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
-    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=dtype)
-    for decay in (0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(lengths), generator=generator, dtype=dtype)
+    each = 1 - torch.rand(len(lengths), generator=generator, dtype=torch.float64) ** 8
+    each[::4] = 1.0
+    each[1::4] = 0.0
+    for decay in (0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0, each):
         y = discounted_suffix_sum(x, cu(lengths), decay)
         assert y.dtype == dtype
         expected = slow_suffix_sum(x.double(), cu(lengths), decay)
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+def test_suffix_sum_by_hand() -> None:
+    x = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    expected = torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4.0, 8 + 0.5 * 16, 16.0])
+    assert torch.equal(discounted_suffix_sum(x, torch.tensor([0, 3, 3, 5]), 0.5), expected)
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan"), 1e300])
@@ -85,30 +91,6 @@ def test_suffix_sum_leaves_its_input_alone() -> None:
 def test_suffix_sum_refuses_a_decay_outside_the_unit_interval(decay: float) -> None:
     with pytest.raises(ValueError, match="decay"):
         discounted_suffix_sum(torch.ones(2), cu((2,)), decay)
-
-
-@pytest.mark.parametrize(
-    "lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)]
-)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_suffix_sum_with_a_decay_for_each_sequence(
-    lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float
-) -> None:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(sum(lengths), generator=generator, dtype=dtype)
-    decay = 1 - torch.rand(len(lengths), generator=generator, dtype=torch.float64) ** 8
-    decay[::4] = 1.0
-    decay[1::4] = 0.0
-    y = discounted_suffix_sum(x, cu(lengths), decay)
-    assert y.dtype == dtype
-    borders = cu(lengths).tolist()
-    for b, (start, end) in enumerate(itertools.pairwise(borders)):
-        expected = slow_suffix_sum(
-            x[start:end].double(), torch.tensor([0, end - start]), float(decay[b])
-        )
-        torch.testing.assert_close(
-            y[start:end].double(), expected, rtol=tolerance, atol=tolerance * 10
-        )
 
 
 @given(
@@ -239,3 +221,64 @@ def test_group_std_survives_a_mean_far_above_it() -> None:
     x = 50 + 1e-3 * torch.randn(64, generator=torch.Generator().manual_seed(0))
     _, std = group_mean_std(x, torch.zeros(64, dtype=torch.int64))
     torch.testing.assert_close(std[0], x.double().std())
+
+
+# --- float64 arithmetic a piece at a time ---------------------------------------------------------
+
+
+LONG = 2 * PIECE + 5
+
+
+def test_pieces_cover_each_token_once() -> None:
+    x = torch.arange(LONG)
+    parts = list(pieces(x, x + 1))
+    assert [len(a) for a, _ in parts] == [PIECE, PIECE, 5]
+    assert torch.equal(torch.cat([a for a, _ in parts]), x)
+    assert all(torch.equal(a + 1, b) for a, b in parts)
+    assert [len(a) for (a,) in pieces(torch.zeros(0))] == [0]
+
+
+@pytest.mark.parametrize("size", [0, 7, LONG])
+def test_add_in_place(size: int) -> None:
+    wide = torch.ones(size, dtype=torch.float64)
+    x = torch.arange(size).float()
+    assert add_(wide, x, -0.5) is wide
+    assert torch.equal(wide, 1 - 0.5 * x.double())
+
+
+@pytest.mark.parametrize("size", [2, 1000, LONG])
+def test_mean_and_variance_far_from_zero(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (1e4 + 1e-2 * torch.randn(size, generator=generator)).float()
+    minus = torch.randn(size, generator=generator)
+    for found, wide in (
+        (mean_and_variance(x), x.double()),
+        (mean_and_variance(x, minus), x.double() - minus.double()),
+    ):
+        torch.testing.assert_close(found[0], wide.mean(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(found[1], wide.var(), rtol=1e-9, atol=0)
+    assert float(mean_and_variance(x[:1])[1]) == 0
+
+
+def test_whitening_is_the_same_in_one_piece_and_in_many() -> None:
+    x = torch.randn(LONG, generator=torch.Generator().manual_seed(1))
+    wide = x.double()
+    torch.testing.assert_close(
+        whiten(x).double(),
+        (wide - wide.mean()) * torch.rsqrt(wide.var() + 1e-8),
+        rtol=1e-6,
+        atol=1e-7,
+    )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(4),
+        torch.ones(8, dtype=torch.float64)[::2],
+        torch.ones(4, dtype=torch.float64, requires_grad=True),
+    ],
+)
+def test_the_suffix_sum_in_place_wants_a_vector_of_its_own(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected a contiguous float64 tensor without gradient"):
+        discounted_suffix_sum_(x, torch.tensor([0, 4]), 0.5)

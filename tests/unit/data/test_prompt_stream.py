@@ -124,14 +124,3 @@ def test_a_seed_that_chooses_the_sources_may_not_change():
     stream.take(3)
     with pytest.raises(DataError, match=r"the run was saved with run\.seed: 1"):
         MixtureStream(shares, seed=2, shuffle=False).restore(stream.snapshot())
-
-
-def test_a_checkpoint_that_does_not_tell_its_order_is_restored():
-    """Those of 0.1.0."""
-    stream = PromptStream(10, seed=1)
-    stream.take(3)
-    state = stream.snapshot()
-    del state["order"]
-    other = PromptStream(10, seed=1)
-    other.restore(state)
-    assert other.cursor == 3

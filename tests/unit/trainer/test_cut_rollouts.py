@@ -40,7 +40,7 @@ BY_SEGMENT: dict[str, dict[str, Any]] = {
 }
 LABELS = {"sft"}  # has no rollouts
 # Sums to go of a rollout and of its segments are the same without a discount: see
-# test_cut_estimators.py.
+# test_rollouts.py.
 UNDISCOUNTED: dict[str, dict[str, Any]] = {"ppo": {"lam": 1.0}, "vapo": {"actor_lam": 1.0}}
 PARTS = ("right", "short")
 NORM_LENGTH = 9
