@@ -116,12 +116,7 @@ def test_an_estimator_may_declare_that_it_uses_the_batch(estimator: Estimator) -
 
 def test_a_random_estimator_is_held_to_the_rules_that_remain() -> None:
     report = check_estimator(noisy, random=True)
-    assert {rule.name for rule in report.kept} >= {
-        "outputs",
-        "read-only",
-        "finite",
-        "no-tokens",
-    }
+    assert {rule.name for rule in report.kept} >= {"outputs", "read-only", "finite", "no-tokens"}
     assert {rule.name for rule in report.skipped} >= {"deterministic", "permutation", "float32"}
     with pytest.raises(ContractError, match="'read-only'"):
         check_estimator(writes(lambda x: x.mul_(torch.rand(1))), random=True)

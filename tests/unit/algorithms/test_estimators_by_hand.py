@@ -62,22 +62,12 @@ def test_equal_rewards_earn_exactly_nothing(name: str, value: float) -> None:
 
 
 def test_max_rl_weighs_a_success_by_its_rarity() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     inputs = EstimatorInputs(
         cu_seqlens=cu((1,) * 8),
-        rewards=rewards,
+        rewards=torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]),
         group_ids=torch.tensor([0] * 4 + [1] * 2 + [2] * 2),
     )
-    assert build_estimator("max_rl")(inputs).advantages.tolist() == [
-        3.0,
-        -1.0,
-        -1.0,
-        -1.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    ]
+    assert build_estimator("max_rl")(inputs).advantages.tolist() == [3] + [-1] * 3 + [0] * 4
 
 
 def test_max_rl_does_not_turn_around_where_the_mean_is_negative() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,9 +38,13 @@ def step(
 
 def chosen(name: str, inputs: PolicyLossInputs, **kwargs: Any) -> Tensor:
     loss = build_policy_loss(name, **{**WIDE[name], **kwargs})
-    fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
-    fields["batch_stats"] = fields["batch_stats"] or loss.batch_stats(inputs)
-    return loss(PolicyLossInputs(**fields)).metrics[CHOSEN[name]].bool()
+    stats = inputs.batch_stats or loss.batch_stats(inputs)
+    return loss(replace(inputs, batch_stats=stats)).metrics[CHOSEN[name]].bool()
+
+
+def covariance(inputs: PolicyLossInputs) -> Tensor:
+    advantages = inputs.advantages - inputs.advantages.mean()
+    return advantages * (inputs.old_logprobs - inputs.old_logprobs.mean())
 
 
 def random_step(n: int = 400, lengths: tuple[int, ...] = (150, 0, 1, 249)) -> PolicyLossInputs:
@@ -57,38 +62,24 @@ def test_as_many_as_asked_and_one_at_least(name: str, ratio: float, count: int) 
 
 def test_kl_cov_takes_the_highest() -> None:
     inputs = random_step()
-    cov = (inputs.advantages - inputs.advantages.mean()) * (
-        inputs.old_logprobs - inputs.old_logprobs.mean()
-    )
     picked = chosen("kl_cov", inputs, kl_cov_ratio=0.1)
-    assert set(picked.nonzero().flatten().tolist()) == set(cov.topk(40).indices.tolist())
+    highest = covariance(inputs).topk(40).indices
+    assert set(picked.nonzero().flatten().tolist()) == set(highest.tolist())
 
 
 def test_clip_cov_takes_a_random_part_of_those_between_the_bounds() -> None:
     inputs = random_step()
-    cov = (inputs.advantages - inputs.advantages.mean()) * (
-        inputs.old_logprobs - inputs.old_logprobs.mean()
-    )
+    cov = covariance(inputs)
     eligible = (cov > 0.2) & (cov < 0.8)
     bounds = {"clip_cov_lb": 0.2, "clip_cov_ub": 0.8}
     picked = chosen("clip_cov", inputs, **bounds, clip_cov_ratio=0.05)
     assert picked.sum() == 20 < eligible.sum()
     assert not (picked & ~eligible).any()
-    assert not torch.equal(picked[eligible].nonzero().flatten(), torch.arange(20)), (
-        "not simply the first"
-    )
-    others = chosen(
-        "clip_cov",
-        step(
-            inputs.old_logprobs,
-            inputs.advantages,
-            (150, 0, 1, 249),
-            sequence_ids=torch.arange(4) + 99,
-        ),
-        **bounds,
-        clip_cov_ratio=0.05,
-    )
-    assert not torch.equal(picked, others), "other sequences, other draws"
+    first = torch.arange(20)
+    assert not torch.equal(picked[eligible].nonzero().flatten(), first), "not simply the first"
+    others = replace(inputs, sequence_ids=torch.arange(4) + 99)
+    redrawn = chosen("clip_cov", others, **bounds, clip_cov_ratio=0.05)
+    assert not torch.equal(picked, redrawn), "other sequences, other draws"
     assert torch.equal(chosen("clip_cov", inputs, **bounds, clip_cov_ratio=1.0), eligible)
 
 
@@ -96,8 +87,7 @@ def test_clip_cov_takes_a_random_part_of_those_between_the_bounds() -> None:
 def test_the_covariance_averages_to_the_covariance(name: str) -> None:
     inputs = random_step()
     loss = build_policy_loss(name)
-    fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
-    metrics = loss(PolicyLossInputs(**{**fields, "batch_stats": loss.batch_stats(inputs)})).metrics
+    metrics = loss(replace(inputs, batch_stats=loss.batch_stats(inputs))).metrics
     both = torch.stack([inputs.advantages, inputs.old_logprobs])
     torch.testing.assert_close(metrics["covariance"].mean(), torch.cov(both, correction=0)[0, 1])
 
@@ -147,14 +137,9 @@ def test_ties_are_broken_by_the_hash_not_by_position() -> None:
 def test_the_choice_outlives_updates_of_the_policy(name: str) -> None:
     """It hangs on the old log-probs: a second epoch over the batch penalises the same tokens."""
     inputs = random_step()
-    moved = step(
-        inputs.old_logprobs, inputs.advantages, (150, 0, 1, 249), logprobs=inputs.logprobs - 1.0
-    )
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(inputs)
-    fields = {f: getattr(moved, f) for f in moved.__dataclass_fields__}
-    assert torch.equal(
-        chosen(name, PolicyLossInputs(**{**fields, "batch_stats": stats})), chosen(name, inputs)
-    )
+    moved = replace(inputs, logprobs=inputs.logprobs - 1.0, batch_stats=stats)
+    assert torch.equal(chosen(name, moved), chosen(name, inputs))
 
 
 @each_loss
@@ -165,30 +150,22 @@ def test_a_rank_that_holds_float32_chooses_what_the_whole_step_in_float64_did(
     generator = torch.Generator().manual_seed(seed)
     old, advantages = torch.randn(2, 600, generator=generator, dtype=torch.float64)
     wide = step(old, advantages)
-    narrow = step(old, advantages, dtype=torch.float32)
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(wide)
-    fields = {f: getattr(narrow, f) for f in narrow.__dataclass_fields__}
+    narrow = step(old, advantages, dtype=torch.float32, batch_stats=stats)
     assert chosen(name, wide).sum() > 100
-    assert torch.equal(
-        chosen(name, PolicyLossInputs(**{**fields, "batch_stats": stats})), chosen(name, wide)
-    )
+    assert torch.equal(chosen(name, narrow), chosen(name, wide))
 
 
 def test_what_is_done_to_the_chosen() -> None:
     inputs = random_step()
     logprobs = (inputs.old_logprobs + 0.1).requires_grad_()
-    fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
     ratio = torch.tensor(0.1, dtype=torch.float64).exp()
     for name, kwargs, expected in (
         ("clip_cov", WIDE["clip_cov"], lambda a: 0 * a),
         ("kl_cov", {**WIDE["kl_cov"], "ppo_kl_coef": 3.0}, lambda a: -a * ratio + 3.0),
     ):
         loss = build_policy_loss(name, **kwargs)
-        out = loss(
-            PolicyLossInputs(
-                **{**fields, "logprobs": logprobs, "batch_stats": loss.batch_stats(inputs)}
-            )
-        )
+        out = loss(replace(inputs, logprobs=logprobs, batch_stats=loss.batch_stats(inputs)))
         picked = out.metrics[CHOSEN[name]].bool()
         (gradient,) = torch.autograd.grad(out.per_token.sum(), logprobs)
         torch.testing.assert_close(gradient[picked], expected(inputs.advantages[picked]))
@@ -203,9 +180,8 @@ def test_what_they_need_is_named(name: str) -> None:
     inputs = random_step()
     with pytest.raises(MissingInputError, match=f"{name}.*batch_stats"):
         loss(inputs)
-    fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
     with pytest.raises(MissingInputError, match="sequence_ids"):
-        loss.batch_stats(PolicyLossInputs(**{**fields, "sequence_ids": None}))
+        loss.batch_stats(replace(inputs, sequence_ids=None))
 
 
 @pytest.mark.gpu
@@ -217,13 +193,6 @@ def test_what_they_need_is_named(name: str) -> None:
 def test_a_gpu_chooses_what_rank_0_settled_on_its_cpu(name: str) -> None:
     inputs = random_step()
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(inputs)
-    fields = {
-        f: getattr(inputs, f)
-        for f in inputs.__dataclass_fields__
-        if isinstance(getattr(inputs, f), Tensor)
-    }
-    moved = {f: value.cuda() for f, value in fields.items()}
-    on_gpu = PolicyLossInputs(
-        **moved, batch_stats={key: value.cuda() for key, value in stats.items()}
-    )
+    moved = {f: x.cuda() for f, x in vars(inputs).items() if isinstance(x, Tensor)}
+    on_gpu = PolicyLossInputs(**moved, batch_stats={key: x.cuda() for key, x in stats.items()})
     assert torch.equal(chosen(name, on_gpu).cpu(), chosen(name, inputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -99,18 +100,14 @@ built = cache(build_policy_loss)
 def evaluate(name: str, kwargs: dict[str, Any], inputs: PolicyLossInputs) -> PolicyLoss:
     """The loss, with its own statistics of these inputs as the whole step."""
     loss = built(name, **kwargs)
-    given_fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
-    return loss(PolicyLossInputs(**{**given_fields, "batch_stats": loss.batch_stats(inputs)}))
+    return loss(replace(inputs, batch_stats=loss.batch_stats(inputs)))
 
 
 def values_and_jacobian(
     name: str, kwargs: dict[str, Any], inputs: PolicyLossInputs
 ) -> tuple[Tensor, Tensor]:
     logprobs = inputs.logprobs.detach().requires_grad_()
-    given_fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
-    per_token = evaluate(
-        name, kwargs, PolicyLossInputs(**{**given_fields, "logprobs": logprobs})
-    ).per_token
+    per_token = evaluate(name, kwargs, replace(inputs, logprobs=logprobs)).per_token
     rows = [torch.autograd.grad(x, logprobs, retain_graph=True)[0] for x in per_token]
     return per_token.detach(), torch.stack(rows) if rows else logprobs.new_zeros(0, 0).detach()
 

@@ -38,8 +38,13 @@ def right(inputs: EstimatorInputs) -> Advantages:
     return group.advantages(group.residuals)
 
 
+def spread(scores: Tensor, inputs: EstimatorInputs) -> Advantages:
+    """One score a sequence on each of its tokens."""
+    return Advantages(expand_to_tokens(scores, inputs.cu_seqlens).to(inputs.rewards.dtype))
+
+
 def by_segment(inputs: EstimatorInputs) -> Advantages:
-    return Advantages(expand_to_tokens(residuals(inputs), inputs.cu_seqlens))
+    return spread(residuals(inputs), inputs)
 
 
 def of_parts(score: Callable[[EstimatorInputs, Tensor], Tensor]) -> Estimator:
@@ -50,7 +55,7 @@ def of_parts(score: Callable[[EstimatorInputs, Tensor], Tensor]) -> Estimator:
         member = segment_lengths(inputs.cu_seqlens) > 0
         out = torch.zeros_like(inputs.rewards)
         out[member] = score(inputs, member).to(out.dtype)
-        return Advantages(expand_to_tokens(out, inputs.cu_seqlens))
+        return spread(out, inputs)
 
     estimator.needs = {"reward_parts"}  # type: ignore[attr-defined]
     return estimator
@@ -97,26 +102,19 @@ def writes(write: Callable[[Tensor], object], field: str = "kl") -> Estimator:
 def by_pairs(inputs: EstimatorInputs) -> Advantages:
     count = inputs.num_sequences
     rewards = inputs.rewards.view(-1, 2) if count % 2 == 0 else inputs.rewards.view(1, -1)
-    return Advantages(
-        expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens)
-    )
+    return spread((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs)
 
 
 def by_fixed_size(inputs: EstimatorInputs) -> Advantages:
     rewards = inputs.rewards.view(-1, 8)
-    return Advantages(
-        expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens)
-    )
+    return spread((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs)
 
 
 def ids_as_index(inputs: EstimatorInputs) -> Advantages:
-    count = inputs.rewards.new_zeros(64).index_add(
-        0, inputs.group_ids, torch.ones_like(inputs.rewards)
-    )
-    sums = inputs.rewards.new_zeros(64).index_add(0, inputs.group_ids, inputs.rewards)
-    return Advantages(
-        expand_to_tokens(inputs.rewards - (sums / count)[inputs.group_ids], inputs.cu_seqlens)
-    )
+    nothing = inputs.rewards.new_zeros(64)
+    count = nothing.index_add(0, inputs.group_ids, torch.ones_like(inputs.rewards))
+    sums = nothing.index_add(0, inputs.group_ids, inputs.rewards)
+    return spread(inputs.rewards - (sums / count)[inputs.group_ids], inputs)
 
 
 def first_is_baseline(inputs: EstimatorInputs) -> Advantages:
@@ -130,19 +128,12 @@ def leaks_over_borders(inputs: EstimatorInputs) -> Advantages:
 
 
 def counts_empty(inputs: EstimatorInputs) -> Advantages:
-    mean, _ = group_mean_std(inputs.rewards.nan_to_num(), inputs.group_ids)
-    return Advantages(
-        expand_to_tokens(inputs.rewards.nan_to_num().double() - mean, inputs.cu_seqlens).to(
-            inputs.rewards.dtype
-        )
-    )
+    rewards = inputs.rewards.nan_to_num()
+    return spread(rewards.double() - group_mean_std(rewards, inputs.group_ids)[0], inputs)
 
 
 def reads_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
-    mean, _ = group_mean_std(inputs.rewards, inputs.group_ids)
-    return Advantages(
-        expand_to_tokens((inputs.rewards - mean).to(inputs.rewards.dtype), inputs.cu_seqlens)
-    )
+    return spread(inputs.rewards - group_mean_std(inputs.rewards, inputs.group_ids)[0], inputs)
 
 
 def zero_times_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
@@ -204,7 +195,7 @@ def nan_when_alone(inputs: EstimatorInputs) -> Advantages:
         member = (inputs.group_ids == group) & (segment_lengths(inputs.cu_seqlens) > 0)
         rewards = inputs.rewards[member]
         out[member] = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    return Advantages(expand_to_tokens(out, inputs.cu_seqlens))
+    return spread(out, inputs)
 
 
 def no_eps(inputs: EstimatorInputs) -> Advantages:

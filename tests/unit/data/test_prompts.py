@@ -52,20 +52,21 @@ def test_parquet_equals_jsonl(write_rows, tmp_path, tokenizer):
     assert parquet[4].prompt_id == f"{path}:5"
 
 
-def test_a_parquet_column_whose_name_is_no_text_is_refused(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": ["1+2="], "abcdef": ["3"]}, ": not a readable parquet file"),
+        ({"prompt": ["1+2=", "abcdef"], "label": ["3", "4"]}, ":1 to 2: a text that is not UTF-8"),
+    ],
+)
+def test_parquet_names_and_texts_that_are_not_utf8_are_refused(
+    tmp_path, tokenizer, columns, message
+):
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": ["1+2="], "abcdef": ["3"]}), path, store_schema=False)
+    as_is = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table(columns), path, store_schema=False, **as_is)
     path.write_bytes(path.read_bytes().replace(b"abcdef", b"ab\xd9def"))
-    with pytest.raises(DataError, match=r"rows\.parquet: not a readable parquet file"):
-        load_set([str(path)], tokenizer)
-
-
-def test_a_parquet_text_that_is_no_text_is_refused(tmp_path, tokenizer):
-    path = tmp_path / "rows.parquet"
-    table = pa.table({"prompt": ["1+2=", "abcdef"], "label": ["3", "4"]})
-    pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
-    path.write_bytes(path.read_bytes().replace(b"abcdef", b"ab\xd9def"))
-    with pytest.raises(DataError, match=r"rows\.parquet:1 to 2: a text that is not UTF-8"):
+    with pytest.raises(DataError, match=rf"rows\.parquet{message}"):
         load_set([str(path)], tokenizer)
 
 
@@ -154,20 +155,18 @@ def test_a_bad_row_is_named_by_file_and_line(write_rows, tokenizer, row, message
         load_set([path], tokenizer)
 
 
-def test_chat_without_a_template_is_refused(write_rows, tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no chat template"):
-        load_set(
-            [write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer
-        )
-
-
-def test_a_template_that_refuses_names_the_row(write_rows, tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*roles must alternate"):
-        load_set(
-            [write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer
-        )
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ],
+)
+def test_a_chat_that_the_template_refuses_is_named(write_rows, tokenizer, template, message):
+    tokenizer.chat_template = template
+    path = write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{message}"):
+        load_set([path], tokenizer)
 
 
 def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, caplog):
@@ -208,13 +207,8 @@ def test_a_bad_file_is_named(tmp_path, tokenizer, name, content, message):
 
 def test_crlf_bom_and_trailing_blank_lines_are_fine(tmp_path, tokenizer):
     path = tmp_path / "windows.jsonl"
-    path.write_bytes(
-        b"\xef\xbb\xbf"
-        + json.dumps(GOOD).encode()
-        + b"\r\n"
-        + json.dumps(GOOD).encode()
-        + b"\r\n\r\n"
-    )
+    row = json.dumps(GOOD).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n" + row + b"\r\n\r\n")
     assert len(load_set([str(path)], tokenizer)) == 2
 
 

@@ -141,13 +141,8 @@ def test_tokens_without_a_record_say_so_in_a_batch(make_sample: MakeSample) -> N
     samples[0].routed_experts = np.zeros((0, 0, 0), dtype=np.int16)
     batch = RolloutBatch.from_samples(samples)
     assert batch.routed_experts is not None
-    assert batch.routed_experts[:, 0, 0].tolist() == [-1] * 5 + [10, 12, 14, 16, -1] + [
-        30,
-        32,
-        -1,
-        -1,
-        -1,
-    ]
+    firsts = [-1] * 5 + [10, 12, 14, 16, -1] + [30, 32, -1, -1, -1]
+    assert batch.routed_experts[:, 0, 0].tolist() == firsts
     part = batch.select([2, 0]).routed_experts
     assert part is not None
     assert part[:, 0, 1].tolist() == [31, 33, -1, -1, -1] + [-1] * 5
