@@ -165,10 +165,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
 
 
 def _scores(
-    sequences: _Sequences,
-    entropy: Tensor | None,
-    correct: Tensor | None,
-    reward_coef: float | None,
+    sequences: _Sequences, entropy: Tensor | None, correct: Tensor | None, reward_coef: float | None
 ) -> dict[str, float]:
     """Return metrics of sequences, without those that have no trainable token."""
     inputs = sequences.inputs

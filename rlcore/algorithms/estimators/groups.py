@@ -38,10 +38,7 @@ class GroupedReturns:
     residuals: Tensor
 
     def __init__(
-        self,
-        inputs: EstimatorInputs,
-        returns: Tensor | None = None,
-        member: Tensor | None = None,
+        self, inputs: EstimatorInputs, returns: Tensor | None = None, member: Tensor | None = None
     ) -> None:
         lengths = segment_lengths(inputs.cu_seqlens)
         returns = inputs.rewards.double() if returns is None else returns

@@ -289,10 +289,7 @@ class Clusters:
         return found
 
     def cut(
-        self,
-        max_tokens: int,
-        max_cost: float = math.inf,
-        also: NDArray[np.int64] | None = None,
+        self, max_tokens: int, max_cost: float = math.inf, also: NDArray[np.int64] | None = None
     ) -> Pieces:
         """Cut the clusters that exceed either limit; a single sequence may exceed it.
 

@@ -16,20 +16,13 @@ from rlcore.algorithms import (
     KeywordError,
     PolicyLossInputs,
     build_estimator,
-    discounted_suffix_sum,
     estimator_keywords,
     estimator_names,
     register_estimator,
-    segment_mean,
 )
 from rlcore.algorithms.testing import ContractError, check_estimator
 from rlcore.algorithms.testing import estimator as estimator_rules
-from rlcore.algorithms.testing.batches import (
-    PER_SEQUENCE,
-    Layout,
-    full_batch,
-    tensors,
-)
+from rlcore.algorithms.testing.batches import PER_SEQUENCE, Layout, full_batch, tensors
 
 from .helpers import plugin_id
 from .wrong_estimators import (
@@ -205,11 +198,3 @@ def test_it_needs_torch_alone() -> None:
 
 def test_no_rule_is_without_an_estimator_that_breaks_it() -> None:
     assert {rule for _, rule in WRONG_ESTIMATORS} == {rule.name for rule in estimator_rules._RULES}
-
-
-def test_helpers_named_in_advice_do_what_it_says() -> None:
-    """The rules point at these: discounted sums stop at borders, the mean of nothing is 0."""
-    x = torch.ones(3)
-    borders = torch.tensor([0, 2, 2, 3])
-    assert discounted_suffix_sum(x, borders, 1.0).tolist() == [2, 1, 1]
-    assert segment_mean(x, borders).tolist() == [1, 0, 1]

@@ -188,12 +188,7 @@ def test_no_rule_is_without_a_loss_that_breaks_it() -> None:
 
 
 def test_right_losses_pass_in_any_form() -> None:
-    for form in (
-        plain,
-        QuantileOfTheStep,
-        QuantileOfTheStep(),
-        build_policy_loss("ppo_clip"),
-    ):
+    for form in (plain, QuantileOfTheStep, QuantileOfTheStep(), build_policy_loss("ppo_clip")):
         check_policy_loss(form)
     with pytest.raises(TypeError, match="clip_low: this is built already"):
         check_policy_loss(build_policy_loss("ppo_clip"), clip_low=0.1)

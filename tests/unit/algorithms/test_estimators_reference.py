@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlcore.algorithms import EstimatorInputs, build_estimator, estimator_names
 
-from .helpers import LENGTHS, cu, in_float32, random_inputs
+from .helpers import LENGTHS, cu, random_inputs
 from .reference_estimators import CASES, REFERENCES, case_id, episodes, reference
 
 each_case = pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
@@ -54,19 +53,6 @@ def test_degenerate_batches(name: str, options: dict[str, Any]) -> None:
         agree(name, random_inputs(rewards=equal, reward_parts=parts), options)
     ids = torch.tensor([2**62, -(2**62), 2**62, 0, -1, 2**62, -(2**62), -1, 0])
     agree(name, random_inputs(group_ids=ids), options)
-
-
-@each_case
-def test_float32_is_right_to_its_rounding(name: str, options: dict[str, Any]) -> None:
-    inputs = in_float32(random_inputs())
-    result = build_estimator(name, **options)(inputs)
-    assert result.advantages.dtype == torch.float32
-    advantages, returns = reference(name, inputs, **options)
-    torch.testing.assert_close(result.advantages.double(), advantages, rtol=2**-23, atol=1e-12)
-    if returns is not None:
-        assert result.returns is not None
-        assert result.returns.dtype == torch.float32
-        torch.testing.assert_close(result.returns.double(), returns, rtol=2**-23, atol=1e-12)
 
 
 def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, list[list[float]]]]:
@@ -153,23 +139,3 @@ def test_gaps_for_tools_against_the_reference(name: str, options: dict[str, Any]
     inputs, masks, _ = with_gaps(seed=4)
     assert [episode.length for episode in episodes(inputs)] == [sum(mask) for mask in masks]
     agree(name, inputs, options)
-
-
-@each_case
-def test_an_empty_sequence_changes_nothing_and_is_not_read(
-    name: str, options: dict[str, Any]
-) -> None:
-    inputs = random_inputs((3, 1, 4), group_ids=torch.tensor([1, 2, 1]))
-    nan = torch.full((1,), float("nan"), dtype=torch.float64)
-
-    def among_empty(x: Tensor, of_empty: Tensor) -> Tensor:
-        return torch.cat([of_empty, x[:1], of_empty, x[1:], of_empty])
-
-    padded = replace(
-        inputs, cu_seqlens=cu((0, 3, 0, 1, 4, 0)), rewards=among_empty(inputs.rewards, nan),
-        baseline_rewards=among_empty(inputs.baseline_rewards, nan),  # type: ignore[arg-type]
-        reward_parts=among_empty(inputs.reward_parts, nan.expand(1, 3)),  # type: ignore[arg-type]
-        group_ids=among_empty(inputs.group_ids, torch.tensor([1])),
-    )  # fmt: skip
-    estimator = build_estimator(name, **options)
-    assert torch.equal(estimator(padded).advantages, estimator(inputs).advantages)

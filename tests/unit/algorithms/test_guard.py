@@ -101,17 +101,6 @@ def test_an_estimator_may_return_its_input(make_inputs: Make) -> None:
     assert inputs.kl.abs().sum() > 0  # type: ignore[union-attr]
 
 
-def test_undeclared_fields_are_not_handed_over(make_inputs: Make) -> None:
-    def run(inputs: EstimatorInputs) -> Advantages:
-        assert inputs.kl is not None
-        assert [getattr(inputs, name) for name in ("values", "logprobs", "token_rewards")] == [
-            None
-        ] * 3
-        return Advantages(inputs.kl)
-
-    guarded(run, "kl")(make_inputs())
-
-
 def test_a_bug_of_an_estimator_is_its_own_exception(make_inputs: Make) -> None:
     """With its traceback, by which it is found."""
 

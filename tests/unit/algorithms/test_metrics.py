@@ -102,13 +102,6 @@ def test_off_policy_by_hand() -> None:
     assert metrics["rollout/staleness_max"] == 3
 
 
-def test_ess_is_one_on_policy() -> None:
-    logprobs = torch.randn(6)
-    assert rollout_metrics(batch(logprobs=logprobs, rollout_logprobs=logprobs))[
-        "rollout/ess"
-    ] == pytest.approx(1.0)
-
-
 def test_explained_variance() -> None:
     returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert explained_variance(returns, returns) == pytest.approx(1.0)

@@ -127,12 +127,7 @@ def test_a_segment_is_a_sequence_that_ends_in_the_outcome_and_all_that_follows(
 
 @pytest.mark.parametrize("name", ["ppo", "vapo"])
 @settings(deadline=None, max_examples=20)
-@given(
-    layout=ONE_GROUP,
-    seed=st.integers(0, 2**31),
-    gamma=st.floats(0, 1),
-    lam=st.floats(0, 1),
-)
+@given(layout=ONE_GROUP, seed=st.integers(0, 2**31), gamma=st.floats(0, 1), lam=st.floats(0, 1))
 def test_a_cut_moves_advantages_by_what_stands_behind_the_seam(
     name: str, layout: Layout, seed: int, gamma: float, lam: float
 ) -> None:
@@ -179,10 +174,7 @@ def test_parts_of_the_reward_credit_a_cut_rollout_as_a_whole_one(
 # --- statistics, metrics and losses ---------------------------------------------------------------
 
 # Where the position of a token counts, only sums without a discount are the same.
-UNDISCOUNTED: dict[str, dict[str, Any]] = {
-    "ppo": {"lam": 1.0},
-    "vapo": {"actor_lam": 1.0},
-}
+UNDISCOUNTED: dict[str, dict[str, Any]] = {"ppo": {"lam": 1.0}, "vapo": {"actor_lam": 1.0}}
 # A sequence of these is a segment, and clip_cov draws tokens by their place in it.
 BY_SEGMENT = {"gspo", "gspo_token", "geo_mean", "clip_cov"}
 

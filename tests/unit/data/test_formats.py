@@ -123,19 +123,13 @@ def test_a_format_that_is_set_is_not_guessed(write_rows):
             " 'data_source', 'prompt', 'ability', 'reward_model', 'extra_info'; set data.label_key"
             " to reward_model.ground_truth",
         ),
-        (
-            {"label_key": "label"},
-            "'extra_info'; set data.label_key to reward_model.ground_truth",
-        ),
+        ({"label_key": "label"}, "'extra_info'; set data.label_key to reward_model.ground_truth"),
         (
             {"prompt_key": "question"},
             "no key 'question' (data.prompt_key); the row has 'data_source', 'prompt', 'ability',"
             " 'reward_model', 'extra_info'; set data.prompt_key to extra_info.question",
         ),
-        (
-            {"label_key": "extra_info"},
-            "set data.label_key to extra_info.answer",
-        ),
+        ({"label_key": "extra_info"}, "set data.label_key to extra_info.answer"),
     ],
 )
 def test_a_wrong_key_is_answered_with_the_likely_one(write_rows, data, message):

@@ -94,10 +94,7 @@ def test_other_prompts_are_refused_on_restore():
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [
-        ({"seed": 2}, "run.seed: 1, and"),
-        ({"seed": 1, "shuffle": False}, "data.shuffle: true, and"),
-    ],
+    [({"seed": 2}, "run.seed: 1, and"), ({"seed": 1, "shuffle": False}, "data.shuffle: true, and")],
 )
 def test_another_order_is_refused_on_restore(given, named):
     """In the middle of a pass some rows would come twice, and others never."""

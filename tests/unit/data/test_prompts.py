@@ -41,17 +41,6 @@ def test_text_rows_become_prompts(write_rows, tokenizer):
     assert prompts.lengths.tolist() == [4, 5]
 
 
-def test_parquet_equals_jsonl(write_rows, tmp_path, tokenizer):
-    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(5)]
-    jsonl = load_set([write_rows(rows)], tokenizer)
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
-    parquet = load_set([str(path)], tokenizer)
-    assert parquet.tokens.tolist() == jsonl.tokens.tolist()
-    assert [p.label for p in parquet] == [p.label for p in jsonl]
-    assert parquet[4].prompt_id == f"{path}:5"
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

@@ -140,9 +140,7 @@ def test_a_token_of_a_hundred_is_not_shared() -> None:
         st.tuples(st.integers(0, 400), st.integers(0, 70), st.integers(0, 1)), max_size=6
     )
 )
-def test_long_sequences_are_told_apart_where_they_differ(
-    draws: list[tuple[int, int, int]],
-) -> None:
+def test_long_sequences_are_told_apart_where_they_differ(draws: list[tuple[int, int, int]]) -> None:
     sequences = [
         np.array([7] * same + [0] * zeros + [9] * last, dtype=np.int32)[:, None]
         for same, zeros, last in draws
