@@ -248,12 +248,9 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """Make one batch of `samples`, in order.
 
-        Optional vectors: `baseline_rewards` if every sample has one; `token_rewards` if any sample
-        has them (0 for the others); sampling masks if any sample has them (the others' tokens were
-        drawn from the whole vocabulary); `routed_experts` if any sample has them (the others have
-        no record).
-
-        Raises ValueError for a sample whose reward is not a finite number.
+        There are `baseline_rewards` if every sample has one; `token_rewards`, sampling masks and
+        `routed_experts` if any sample has them (the others have 0, the whole vocabulary, and no
+        record). Raises ValueError for a sample whose reward is not a finite number.
 
         Args:
             reward_parts: the reward parts whose scores become the columns of the matrix

@@ -96,15 +96,10 @@ class CurriculumStream(PromptStream):
         for draw in range(made, self.cursor):
             row = self._choose(draw, weights)
             self._drawn.add(row)
-            self._keep(draw, row)
+            # After a restore, rows of later draws are still known.
+            self._rows[draw : draw + 1] = array("q", [row])
         self._open.update(draws)
         return draws
-
-    def _keep(self, draw: int, row: int) -> None:
-        if draw < len(self._rows):
-            self._rows[draw] = row
-        else:
-            self._rows.append(row)
 
     def _weigh(self) -> NDArray[np.float64]:
         """Compute the curriculum's weights from the current results."""
