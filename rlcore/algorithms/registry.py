@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypeVar, get_args
 
 from rlcore.algorithms.errors import (
@@ -348,9 +347,9 @@ def register_estimator(
 
         needs = with_shaping
         optional = {"token_rewards"} if optional is None else optional
-    return partial(
-        _ESTIMATORS.register,
+    return lambda factory: _ESTIMATORS.register(
         name,
+        factory,
         needs=needs,
         optional=optional,
         compares_group=compares_group,
@@ -373,11 +372,6 @@ def register_policy_loss(
     The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole
     optimizer step before it is split and comes back in `inputs.batch_stats`.
     """
-    return partial(
-        _POLICY_LOSSES.register,
-        name,
-        needs=needs,
-        optional=optional,
-        formula=formula,
-        source=source,
+    return lambda factory: _POLICY_LOSSES.register(
+        name, factory, needs=needs, optional=optional, formula=formula, source=source
     )
