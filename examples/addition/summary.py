@@ -13,7 +13,6 @@ from plot import plot_run
 
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.format import curve
-from rlcore.tracking.report import summarize
 
 
 def main() -> None:
@@ -29,19 +28,16 @@ def main() -> None:
     arguments = parser.parse_args()
     run: Path = arguments.run
     rows = read_metrics(run / "metrics.jsonl")
-    summary = summarize(rows)
+    accuracies = curve(rows, ("eval/accuracy",))[1]
     picture = plot_run(run / "metrics.jsonl", run / "curve.png", title=arguments.title)
     seconds = time.time() - arguments.started
     result = {
-        "accuracy_before": summary.accuracy_before,
-        "accuracy_after": summary.accuracy_after,
+        "accuracy_before": accuracies[0],
+        "accuracy_after": accuracies[-1],
         "seconds": round(seconds, 1),
     }
     (run / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(
-        f"held-out greedy accuracy  {summary.accuracy_before:.1%} before,"
-        f" {summary.accuracy_after:.1%} after"
-    )
+    print(f"held-out greedy accuracy  {accuracies[0]:.1%} before, {accuracies[-1]:.1%} after")
     if failed := curve(rows, ("eval/tool_errors",))[1]:
         before = f"{failed[0]:.2f} a conversation before"
         print(f"failed calls of the tool  {before}, {failed[-1]:.2f} after")

@@ -1,16 +1,14 @@
-"""The base of all trackers, and the tracker that writes metrics.jsonl."""
+"""The base of all trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.sample import Sample
-from rlcore.runs.metrics import MetricsFile
 from rlcore.tracking.format import TRAINING
 
 
@@ -47,14 +45,3 @@ class BaseTracker:
 
     def close(self, status: str) -> None:
         """End the run as `completed`, `early_stopped`, `failed` or `interrupted`."""
-
-
-class JsonlTracker(BaseTracker):
-    """Writes a line per step to metrics.jsonl, the source of plots and reports."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = MetricsFile(path)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of `step`."""
-        self._file.append(step, metrics)

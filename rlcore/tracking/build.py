@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import numpy as np
@@ -14,37 +15,40 @@ from rlcore.config import Config
 from rlcore.config.secrets import masked
 from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
-from rlcore.runs.metrics import read_metrics
-from rlcore.tracking.base import BaseTracker, JsonlTracker
+from rlcore.runs.metrics import MetricsFile, read_metrics
+from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import TRAINING
 from rlcore.tracking.notices import Notices
-from rlcore.tracking.progress import open_progress
+from rlcore.tracking.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 
 class Trackers(BaseTracker):
-    """Passes every call on to several trackers.
+    """Writes metrics.jsonl, and passes every call on to the progress display and other trackers.
 
-    A failing `required` tracker ends the run, since metrics.jsonl is the record of the run. A
-    failing `optional` tracker (a service that is down, a full disk) is dropped with a warning.
+    A failure of the first two ends the run, since metrics.jsonl is the record of the run. Another
+    tracker that fails (a service that is down, a full disk) is dropped with a warning.
     """
 
     def __init__(
         self,
-        required: Mapping[str, BaseTracker],
-        optional: Mapping[str, BaseTracker] | None = None,
+        metrics: MetricsFile,
+        progress: BaseTracker,
+        optional: Mapping[str, BaseTracker] = MappingProxyType({}),
         *,
         notices: Notices | None = None,
     ) -> None:
-        self._required = dict(required)
-        self._optional = dict(optional or {})
+        self._metrics = metrics
+        self._progress = progress
+        self.optional = dict(optional)
         self._notices = notices
 
     @property
     def url(self) -> str | None:  # type: ignore[override]
         """The first address among the trackers."""
-        return next((tracker.url for tracker in self._all().values() if tracker.url), None)
+        trackers = (self._progress, *self.optional.values())
+        return next((tracker.url for tracker in trackers if tracker.url), None)
 
     def start(self, description: Mapping[str, str]) -> None:
         self._each(lambda tracker: tracker.start(description))
@@ -53,6 +57,7 @@ class Trackers(BaseTracker):
         self._each(lambda tracker: tracker.show_prompt_lengths(lengths))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.append(step, metrics)
         self._each(lambda tracker: tracker.log(step, metrics))
         if self._notices is not None:
             for notice in self._notices.check(step, metrics):
@@ -70,29 +75,21 @@ class Trackers(BaseTracker):
 
     def state(self) -> dict[str, Any]:
         """Return the state of each tracker with a state, by the tracker's name."""
-        states = {name: tracker.state() for name, tracker in self._all().items()}
+        states = {name: tracker.state() for name, tracker in self.optional.items()}
         return {name: state for name, state in states.items() if state}
 
     def close(self, status: str) -> None:
         self._each(lambda tracker: tracker.close(status))
 
-    def _all(self) -> dict[str, BaseTracker]:
-        return self._required | self._optional
-
     def _each(self, call: Callable[[BaseTracker], None]) -> None:
-        for tracker in self._required.values():
-            call(tracker)
-        for name, tracker in list(self._optional.items()):
+        call(self._progress)
+        for name, tracker in list(self.optional.items()):
             try:
                 call(tracker)
             except Exception as error:  # noqa: BLE001  from a service; the run continues without it
-                del self._optional[name]
-                logger.warning(
-                    "%s failed and is left out from here on: %s: %s",
-                    name,
-                    type(error).__name__,
-                    error,
-                )
+                del self.optional[name]
+                kind = type(error).__name__
+                logger.warning("%s failed and is left out from here on: %s: %s", name, kind, error)
 
 
 def build_trackers(
@@ -112,10 +109,6 @@ def build_trackers(
     Raises:
         UserError: a package is missing, or wandb refuses.
     """
-    required: dict[str, BaseTracker] = {
-        "jsonl": JsonlTracker(directory.metrics_path),
-        "progress": open_progress(config.run.name, total_steps, stream or sys.stdout),
-    }
     optional: dict[str, BaseTracker] = {}
     settings = masked(config.model_dump(mode="json"))
     if config.tracking.tensorboard:
@@ -132,9 +125,13 @@ def build_trackers(
             settings=settings,
             state=(resume_state or {}).get("wandb"),
         )
-    notices = Notices(
-        directory.notices_path,
-        groups=0 if config.is_sft else config.rollout.prompts_per_step,
-        earlier=lambda: read_metrics(directory.metrics_path),
+    return Trackers(
+        MetricsFile(directory.metrics_path),
+        Progress(config.run.name, total_steps, stream or sys.stdout),
+        optional,
+        notices=Notices(
+            directory.notices_path,
+            groups=0 if config.is_sft else config.rollout.prompts_per_step,
+            earlier=lambda: read_metrics(directory.metrics_path),
+        ),
     )
-    return Trackers(required, optional, notices=notices)

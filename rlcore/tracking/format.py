@@ -7,8 +7,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-import orjson
-
 from rlcore.data.sample import Sample, verdict_word
 
 # Each metric may have several names; the first present counts.
@@ -61,8 +59,8 @@ def number(value: float) -> str:
         return f"{value:.2e}"
     for scale, prefix in _PREFIXES:
         if size >= 0.9995 * scale:
-            return _three_digits(value / scale) + prefix
-    return _three_digits(value)
+            return f"{value / scale:#.3g}".removesuffix(".") + prefix
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def duration(seconds: float) -> str:
@@ -129,28 +127,20 @@ def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
         if span is not None:
             title = f"turn {span.turn}, {span.end - span.start} tokens"
             if sample.token_rewards is not None:
-                title += (
-                    f", reward {number(float(sample.token_rewards[span.start : span.end].sum()))}"
-                )
+                reward = float(sample.token_rewards[span.start : span.end].sum())
+                title += f", reward {number(reward)}"
         elif title == "assistant":
             title = "context"
         mark = "<" if message["role"] == "assistant" else ">"
         parts = [str(message.get("reasoning_content") or ""), str(message.get("content") or "")]
         parts[0] = f"({parts[0].strip()})" if parts[0] else ""
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            parts.append(f"{function['name']} {_as_json(function.get('arguments', {}))}")
+            given = call["function"].get("arguments", {})
+            text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+            parts.append(f"{call['function']['name']} {text}")
         text = "\n".join(part for part in parts if part)
         lines.append(f"{mark} [{title}] {_indented(text, limit)}")
     return lines
-
-
-def _as_json(value: object) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError:
-        # orjson rejects integers beyond 64 bits and halves of surrogate pairs.
-        return json.dumps(value)
 
 
 def clipped(text: str, limit: int) -> str:
@@ -163,7 +153,3 @@ def clipped(text: str, limit: int) -> str:
 
 def _indented(text: str, limit: int) -> str:
     return clipped(text.strip(), limit).replace("\n", "\n  ")
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:#.3g}".removesuffix(".")

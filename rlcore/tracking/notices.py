@@ -18,9 +18,6 @@ from typing import Literal
 from rlcore.runs.files import append_json_line, read_json_lines, write_atomic
 from rlcore.tracking.notice_rules import MIN_ROWS, RULES, WINDOW, History, Row, Rule
 
-RAISED: Literal["raised"] = "raised"
-CLEARED: Literal["cleared"] = "cleared"
-
 
 @dataclass(frozen=True)
 class Notice:
@@ -33,7 +30,7 @@ class Notice:
     look_at: str = ""
 
     def __str__(self) -> str:
-        if self.state == CLEARED:
+        if self.state == "cleared":
             return f"notice of step {self.step}: {self.notice}: over ({self.text})"
         return f"NOTICE of step {self.step}: {self.notice}: {self.text}. Look at: {self.look_at}"
 
@@ -57,11 +54,7 @@ class Notices:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        groups: int = 0,
-        earlier: Callable[[], Sequence[Row]] = lambda: (),
+        self, path: Path, *, groups: int = 0, earlier: Callable[[], Sequence[Row]] = lambda: ()
     ) -> None:
         self.path = path
         self._groups = groups
@@ -80,12 +73,18 @@ class Notices:
         """Return the alerts that the row of `step` raises or clears, and write them to the file."""
         if not self._begun:
             self._continue_from(step)
+        found = self._take(step, row)
+        for notice in found:
+            append_json_line(self.path, asdict(notice))
+        return found
+
+    def _take(self, step: int, row: Row) -> list[Notice]:
+        """Check a row, and keep it for later rows."""
         found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
         # Rows are not compared with the evaluation before training.
         if step > 0:
-            self._remember([row])
-        for notice in found:
-            append_json_line(self.path, asdict(notice))
+            self._rows.append(row)
+            self._first += [row][: MIN_ROWS - len(self._first)]
         return found
 
     def _check(self, rule: Rule, step: int, row: Row) -> Notice | None:
@@ -102,8 +101,8 @@ class Notices:
         streak.rows = 0
         streak.said = not streak.said
         if streak.said:
-            return Notice(step, rule.name, RAISED, text, rule.look_at.format(step=step))
-        return Notice(step, rule.name, CLEARED, "it has not been so since")
+            return Notice(step, rule.name, "raised", text, rule.look_at.format(step=step))
+        return Notice(step, rule.name, "cleared", "it has not been so since")
 
     def _continue_from(self, step: int) -> None:
         """Continue the file of an earlier process, without its alerts of `step` and later."""
@@ -115,20 +114,15 @@ class Notices:
         rows = [row for row in self._earlier() if 0 < row["step"] < step]
         # Check these rows again, for rules that have begun to hold.
         again = rows[-WINDOW:]
-        self._remember(rows[:-WINDOW])
+        self._rows.extend(rows[:-WINDOW])
+        self._first = rows[:-WINDOW][:MIN_ROWS]
         for notice in kept:
             streak = self._streaks.get(notice.notice)
             if streak is not None and not (again and notice.step >= again[0]["step"]):
-                streak.said = notice.state == RAISED
+                streak.said = notice.state == "raised"
                 streak.before = [row for row in rows if row["step"] < notice.step][-WINDOW:]
         for row in again:
-            for rule in RULES:
-                self._check(rule, int(row["step"]), row)
-            self._remember([row])
-
-    def _remember(self, rows: Sequence[Row]) -> None:
-        self._rows.extend(rows)
-        self._first += rows[: MIN_ROWS - len(self._first)]
+            self._take(int(row["step"]), row)
 
 
 def read_notices(path: Path) -> list[Notice]:

@@ -33,7 +33,7 @@ from rlcore.tracking.format import (
     of_set,
     sample_lines,
 )
-from rlcore.tracking.report import NOT_PHASES
+from rlcore.tracking.report import phases
 
 WINDOW = 20  # steps over which the time left is estimated
 # The first step, the last, and steps with an evaluation are always shown; of the others at most one
@@ -57,9 +57,14 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "perf/mfu": "mfu {:.0%}",
     },
 }
+HIGHLIGHTS = {
+    r"^step +\d+/\d+": "bold cyan",
+    r"\breward [^ ]+": "green",
+    r"(?<=\| )eval [^|]+": "bold green",
+    r"\bnan\b|\b-?inf\b|FAILED|^NOTICE": "bold red",
+    r"^    [<>] .*": "dim",
+}
 SHOWN_PHASES = 5
-Clock = Callable[[], float]
-
 ENDINGS = {
     "completed": "completed",
     "early_stopped": "stopped early",
@@ -68,18 +73,16 @@ ENDINGS = {
 }
 
 
-def open_progress(name: str, total_steps: int, stream: TextIO) -> Progress:
-    """Choose the display for `stream`: rich on a terminal, plain lines otherwise."""
-    if stream.isatty():
-        return TerminalProgress(name, total_steps, stream)
-    return Progress(name, total_steps, stream)
-
-
 class Progress(BaseTracker):
-    """Plain lines, flushed one by one: for files, pipes and batch systems."""
+    """Lines flushed one by one; on a terminal, with a table below that stays at the bottom."""
 
     def __init__(
-        self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
+        self,
+        name: str,
+        total_steps: int,
+        stream: TextIO,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.total_steps = total_steps
@@ -95,6 +98,18 @@ class Progress(BaseTracker):
         self._pending = ""
         # Whether the display has said that it leaves out steps.
         self._has_explained = False
+        self._row: Mapping[str, float] = {}
+        self._evaluated: dict[str, str] = {}
+        self._notices: Sequence[str] = ()
+        self._live: Live | None = None
+        if stream.isatty():
+            # The display calls `table` from its own thread.
+            self._live = Live(
+                console=Console(file=self.stream, highlight=False),
+                get_renderable=self.table,
+                transient=True,
+                refresh_per_second=2,
+            )
 
     def start(self, description: Mapping[str, str]) -> None:
         """Show the settings as a table."""
@@ -103,6 +118,8 @@ class Progress(BaseTracker):
         for key, value in description.items():
             self.write(f"  {key:<{width}}  " + value.replace("\n", "\n" + " " * (width + 4)))
         self._last = self._clock()
+        if self._live is not None:
+            self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step, unless another was shown a moment ago."""
@@ -110,6 +127,7 @@ class Progress(BaseTracker):
         # Step 0 is the evaluation before training; its time says nothing about later steps.
         if step > 0:
             self._intervals.append(now - self._last)
+            self._row = metrics
         self._step = step
         self._last = now
         if self._pending and not self._has_explained:
@@ -117,13 +135,14 @@ class Progress(BaseTracker):
             self._has_explained = True
         self._pending = " | ".join([self._position(), *self._fields(metrics)])
         evaluated = evaluated_sets(metrics)
-        if (
-            evaluated
-            or step >= self.total_steps
-            or self._shown is None
-            or now - self._shown >= QUIET_S
-        ):
+        for name in evaluated:
+            score = number(metrics[of_set(name, "score")])
+            self._evaluated[name] = f"{name} {score} (step {step})".lstrip()
+        is_last = step >= self.total_steps
+        if evaluated or is_last or self._shown is None or now - self._shown >= QUIET_S:
             self._show_step()
+        if self._live is not None:
+            self._live.refresh()
 
     def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
         """Show the samples, indented below their step."""
@@ -139,8 +158,14 @@ class Progress(BaseTracker):
         self._show_step()
         self.write(line)
 
+    def show_notices(self, names: Sequence[str]) -> None:
+        """Keep the alerts in the table."""
+        self._notices = list(names)
+
     def close(self, status: str) -> None:
         """Show how the run ended."""
+        if self._live is not None:
+            self._live.stop()
         self._show_step()
         spent = duration(self._clock() - self._began)
         self.write(
@@ -166,8 +191,16 @@ class Progress(BaseTracker):
             self._pending = ""
 
     def write(self, line: str) -> None:
-        """Write a line and flush it."""
-        print(printable(line), file=self.stream, flush=True)
+        """Write a line and flush it. A terminal highlights steps and dims samples."""
+        line = printable(line)
+        if self._live is None:
+            print(line, file=self.stream, flush=True)
+            return
+        # Generated text stays plain: it is never read as markup.
+        text = Text(line)
+        for pattern, style in HIGHLIGHTS.items():
+            text.highlight_regex(pattern, style)
+        self._live.console.print(text, soft_wrap=True)
 
     def _position(self) -> str:
         width = len(str(self.total_steps))
@@ -194,58 +227,15 @@ class Progress(BaseTracker):
             fields.append(field)
         return fields
 
-
-class TerminalProgress(Progress):
-    """The same lines above a table that stays at the bottom of the terminal."""
-
-    def __init__(
-        self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
-    ) -> None:
-        super().__init__(name, total_steps, stream, clock=clock)
-        self.console = Console(file=self.stream, highlight=False)
-        self._row: Mapping[str, float] = {}
-        self._evaluated: Mapping[str, str] = {}
-        self._notices: Sequence[str] = ()
-        # The display calls this from its own thread.
-        self._live = Live(
-            console=self.console, get_renderable=self._table, transient=True, refresh_per_second=2
-        )
-
-    def start(self, description: Mapping[str, str]) -> None:
-        """Show the settings, then the table."""
-        super().start(description)
-        self._live.start()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, and update the table."""
-        super().log(step, metrics)
-        self._evaluated = {**self._evaluated} | {
-            name: f"{name} {number(metrics[of_set(name, 'score')])} (step {step})".lstrip()
-            for name in evaluated_sets(metrics)
-        }
-        if step > 0:
-            self._row = metrics
-        self._live.refresh()
-
-    def show_notices(self, names: Sequence[str]) -> None:
-        """Keep the alerts in the table."""
-        self._notices = list(names)
-
-    def close(self, status: str) -> None:
-        """Remove the table, then show how the run ended."""
-        self._live.stop()
-        super().close(status)
-
-    def write(self, line: str) -> None:
-        """Write one line above the table."""
-        self.console.print(_styled(printable(line)), soft_wrap=True)
-
-    def _table(self) -> Table:
+    def table(self) -> Table:
         """Return the table, with lines cut to the width of the terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, style="bold cyan")
         table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         row = self._row
+        spent = phases(row)
+        whole = sum(spent.values())
+        largest = sorted(spent, key=lambda name: -spent[name])[:SHOWN_PHASES]
         rows = {
             "run": [self.name, self._position(), duration(self._clock() - self._began)],
             "step": self._fields(row) if row else ["(after the first step)"],
@@ -258,7 +248,7 @@ class TerminalProgress(Progress):
                 ]
                 for name, texts in ROWS.items()
             },
-            "time": _phases(row),
+            "time": [f"{name} {spent[name] / whole:.0%}" for name in largest if whole],
         }
         for name, parts in rows.items():
             if parts:
@@ -266,26 +256,3 @@ class TerminalProgress(Progress):
         for notice in self._notices:
             table.add_row(Text("LOOKS WRONG", style="bold red"), Text(printable(notice)))
         return table
-
-
-def _phases(row: Mapping[str, float]) -> list[str]:
-    """Return the largest phases of a step with their shares."""
-    phases = {
-        name.removeprefix("time/"): value
-        for name, value in row.items()
-        if name.startswith("time/") and name not in NOT_PHASES
-    }
-    whole = sum(phases.values())
-    largest = sorted(phases, key=lambda name: -phases[name])[:SHOWN_PHASES]
-    return [f"{name} {phases[name] / whole:.0%}" for name in largest if whole]
-
-
-def _styled(line: str) -> Text:
-    """Highlight steps and dim samples. Generated text stays plain: it is never read as markup."""
-    text = Text(line)
-    text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
-    text.highlight_regex(r"\breward [^ ]+", "green")
-    text.highlight_regex(r"(?<=\| )eval [^|]+", "bold green")
-    text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED|^NOTICE", "bold red")
-    text.highlight_regex(r"^    [<>] .*", "dim")
-    return text

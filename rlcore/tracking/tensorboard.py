@@ -21,7 +21,11 @@ class TensorboardTracker(BaseTracker):
     """Scalars under their metric names, samples and the configuration as text."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        _check_installed()
+        if find_spec("tensorboard") is None:
+            raise UserError(
+                "tracking.tensorboard is on but the package tensorboard is not installed: "
+                "pip install 'rlcore[tensorboard]', or set tracking.tensorboard=false"
+            )
         self.folder = folder
         self._settings = settings
         self._writer: Any = None
@@ -71,11 +75,3 @@ class TensorboardTracker(BaseTracker):
             if self._prompt_lengths is not None and len(self._prompt_lengths):
                 self._writer.add_histogram("data/prompt_lengths", self._prompt_lengths, step)
         return self._writer
-
-
-def _check_installed() -> None:
-    if find_spec("tensorboard") is None:
-        raise UserError(
-            "tracking.tensorboard is on but the package tensorboard is not installed: "
-            "pip install 'rlcore[tensorboard]', or set tracking.tensorboard=false"
-        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,13 @@ class WandbTracker(BaseTracker):
         settings: Mapping[str, Any],
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        wandb = _import_wandb()
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                "tracking.wandb is enabled but the package wandb is not installed: "
+                "pip install 'rlcore[wandb]', or set tracking.wandb.enabled=false"
+            ) from None
         self._wandb = wandb
         self._offline = config.mode == "offline"
         id_file = folder / ID_FILE
@@ -54,27 +59,30 @@ class WandbTracker(BaseTracker):
         options: dict[str, Any] = {"console": "off", "silent": self._offline}
         if "finish_timeout" in wandb.Settings.model_fields:
             options["finish_timeout"] = UPLOAD_S
+        # wandb records the command line, which may hold secrets.
+        given = sys.argv
+        sys.argv = [*given[:1], *mask_arguments(given[1:])]
         try:
-            # wandb records the command line.
-            with _masked_command_line():
-                self.run = wandb.init(
-                    project=config.project,
-                    entity=config.entity,
-                    name=name,
-                    id=self.id,
-                    # Offline there is no server to ask; `wandb sync` joins runs with the same id.
-                    resume=None if self._offline else "allow",
-                    mode=config.mode,
-                    tags=config.tags or None,
-                    dir=str(folder),
-                    config=dict(settings),
-                    settings=wandb.Settings(**options),
-                )
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=name,
+                id=self.id,
+                # Offline there is no server to ask; `wandb sync` joins runs with the same id.
+                resume=None if self._offline else "allow",
+                mode=config.mode,
+                tags=config.tags or None,
+                dir=str(folder),
+                config=dict(settings),
+                settings=wandb.Settings(**options),
+            )
         except wandb.Error as error:
             raise UserError(
                 f"wandb could not start the run: {error}; log in with `wandb login`, "
                 "or set tracking.wandb.mode=offline, or tracking.wandb.enabled=false"
             ) from error
+        finally:
+            sys.argv = given
         write_atomic(id_file, self.id.encode())
         # wandb's own step may not decrease, so a resumed run would lose the steps that it repeats.
         # Our step is a metric, which may decrease.
@@ -118,25 +126,3 @@ class WandbTracker(BaseTracker):
         """End the wandb run with the status."""
         self.run.summary["status"] = status
         self.run.finish(exit_code=0 if status in ("completed", "early_stopped") else 1)
-
-
-@contextmanager
-def _masked_command_line() -> Iterator[None]:
-    """Hide overrides with secrets from this process's command line while open."""
-    given = sys.argv
-    sys.argv = [*given[:1], *mask_arguments(given[1:])]
-    try:
-        yield
-    finally:
-        sys.argv = given
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "tracking.wandb is enabled but the package wandb is not installed: "
-            "pip install 'rlcore[wandb]', or set tracking.wandb.enabled=false"
-        ) from None
-    return wandb

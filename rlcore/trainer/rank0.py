@@ -29,7 +29,7 @@ from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.state import restore_rng, rng_state
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
-from rlcore.tracking.report import format_report, summarize
+from rlcore.tracking.report import format_report
 from rlcore.trainer.engine_check import EngineCheck
 from rlcore.trainer.step_metrics import Utilization, step_metrics
 
@@ -451,7 +451,7 @@ class RankZero:
         self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **more)
         rows = read_metrics(self.directory.metrics_path)
         if rows and status != "failed":
-            self.tracker.note(format_report(summarize(rows), result=self.directory.read_result()))
+            self.tracker.note(format_report(rows, result=self.directory.read_result()))
         if reason:
             self.recorder.finish_if_possible()
 

@@ -69,17 +69,23 @@ def test_a_rule_names_keys_and_metrics_that_there_are(rule: Rule) -> None:
     assert all(metric_spec(one) for one in metrics), metrics
 
 
-def rows_of(path: Path, rows: list[dict[str, float]], *, first: int = 1) -> list[Notice]:
-    notices = Notices(path, groups=4)
-    return [n for step, row in enumerate(rows, first) for n in notices.check(step, row)]
+def checked(path: Path, rows: list[dict[str, float]], **given: Any) -> tuple[Notices, list[Notice]]:
+    notices = Notices(path, **given)
+    return notices, [n for row in rows for n in notices.check(int(row["step"]), row)]
+
+
+def rows_of(
+    path: Path, rows: list[dict[str, float]], *, first: int = 1, groups: int = 4
+) -> list[Notice]:
+    numbered = [{"step": step, **row} for step, row in enumerate(rows, first)]
+    return checked(path, numbered, groups=groups)[1]
 
 
 def test_supervised_fine_tuning_is_there_to_lower_the_entropy(tmp_path: Path) -> None:
     falling = [GOOD | {"policy/entropy_avg": 3.5}] * 10 + [{"policy/entropy_avg": 0.01}] * 4
     for groups, said in ((4, ["the entropy has collapsed"]), (0, [])):
-        notices = Notices(tmp_path / f"{groups}.jsonl", groups=groups)
-        found = [n.notice for step, row in enumerate(falling, 1) for n in notices.check(step, row)]
-        assert [name for name in found if "entropy" in name] == said
+        found = rows_of(tmp_path / f"{groups}.jsonl", falling, groups=groups)
+        assert [n.notice for n in found if "entropy" in n.notice] == said
 
 
 def test_a_good_run_is_left_in_peace(tmp_path: Path) -> None:
@@ -102,7 +108,7 @@ def test_each_rule_is_said_once_until_it_is_over(rule: Any, tmp_path: Path) -> N
     assert raised.text
     assert raised.look_at == rule.look_at.format(step=raised.step)
     assert str(raised).startswith(f"NOTICE of step {raised.step}: {rule.name}: ")
-    assert rule.why
+    assert rule.check.__doc__
     assert read_notices(path) == found
 
 
@@ -111,9 +117,7 @@ def test_a_task_whose_responses_are_always_cut_off_is_left_in_peace(tmp_path: Pa
     assert rows_of(tmp_path / "n", [cut] * 8 + [cut | {"rollout/reward": 0.7}] * 8) == []
 
 
-def test_a_large_step_is_said_at_once_and_a_middling_one_when_it_comes_twice(
-    tmp_path: Path,
-) -> None:
+def test_a_large_step_is_said_at_once_and_a_middling_one_the_second_time(tmp_path: Path) -> None:
     moves = [0.004, 0.3, 0.004, 0.3, 0.3, *[0.004] * 5, 1.2]
     found = rows_of(tmp_path / "n", [GOOD | {"policy/step_kl": moved} for moved in moves])
     assert [(n.step, n.state) for n in found] == [(5, "raised"), (10, "cleared"), (11, "raised")]
@@ -213,9 +217,7 @@ def test_a_resumed_run_says_again_only_what_it_makes_again(tmp_path: Path) -> No
 
 def test_a_run_without_groups_or_engines_has_nothing_to_say(tmp_path: Path) -> None:
     sft = {"loss/policy_avg": 2.0, "train/grad_norm": 1.0, "perf/tokens_per_second": 100.0}
-    notices = Notices(tmp_path / "n")
-    assert [n for step in range(1, 30) for n in notices.check(step, sft)] == []
-    assert notices.current == []
+    assert rows_of(tmp_path / "n", [sft] * 29, groups=0) == []
 
 
 # --- rewards that are gamed -----------------------------------------------------------------------
@@ -248,8 +250,7 @@ def test_a_recorded_run_that_was_gamed_is_flagged_before_step_10(tmp_path: Path)
     """GRPO of a model of 135 M parameters on sums, with a grader that took 59+63 for 122."""
     rows = recorded("gamed")
     assert (rows[0]["rollout/reward"], rows[11]["rollout/reward"]) == (0.1406, 0.9219)
-    notices = Notices(tmp_path / "n", groups=8)
-    found = [n for row in rows for n in notices.check(int(row["step"]), row)]
+    notices, found = checked(tmp_path / "n", rows, groups=8)
     assert [(n.step, n.notice) for n in found] == [(8, "rewarded responses repeat the prompt")]
     assert notices.current == ["rewarded responses repeat the prompt"]
 
@@ -259,16 +260,14 @@ def test_recorded_runs_that_learn_are_left_in_peace(run: str, groups: int, tmp_p
     """The same model and sums with a grader that takes the number alone; the quickstart."""
     rows = recorded(run)
     assert rows[-1]["rollout/reward"] > rows[0]["rollout/reward"] + 0.15
-    notices = Notices(tmp_path / "n", groups=groups)
-    assert [n for row in rows for n in notices.check(int(row["step"]), row)] == []
+    assert checked(tmp_path / "n", rows, groups=groups)[1] == []
 
 
 def test_a_recorded_collapse_is_said_within_two_steps_and_stays(tmp_path: Path) -> None:
     """The quickstart at a hundred times its learning rate: all rewards are 0 from step 2 on."""
     rows = recorded("collapsed")
     assert [row["rollout/reward"] for row in rows[:3]] == [0.3984, 0.0, 0.0]
-    notices = Notices(tmp_path / "n", groups=32)
-    found = [n for row in rows for n in notices.check(int(row["step"]), row)]
+    notices, found = checked(tmp_path / "n", rows, groups=32)
     assert [(n.step, n.notice) for n in found if n.state == "raised"][:2] == [
         (1, "one step moves the policy far"),
         (3, "the reward has collapsed"),
@@ -281,18 +280,13 @@ def test_a_resumed_run_remembers_what_a_collapse_fell_from(tmp_path: Path) -> No
     rows = recorded("collapsed")
     for step in (2, 3, 12):
         path = tmp_path / f"{step}"
-        first = Notices(path, groups=32)
-        for row in rows[:step]:
-            first.check(int(row["step"]), row)
-        resumed = Notices(path, groups=32, earlier=lambda step=step: rows[:step])
-        for row in rows[step:]:
-            resumed.check(int(row["step"]), row)
+        checked(path, rows[:step], groups=32)
+        checked(path, rows[step:], groups=32, earlier=lambda step=step: rows[:step])
         said = [(n.step, n.state) for n in read_notices(path) if "collapsed" in n.notice]
         assert said == [(3, "raised")]
 
 
 def test_a_resumed_run_remembers_how_it_began(tmp_path: Path) -> None:
     rows = recorded("gamed")
-    notices = Notices(tmp_path / "n", groups=8, earlier=lambda: rows[:6])
-    found = [n for row in rows[6:] for n in notices.check(int(row["step"]), row)]
+    _, found = checked(tmp_path / "n", rows[6:], groups=8, earlier=lambda: rows[:6])
     assert [n.step for n in found] == [8]

@@ -12,7 +12,7 @@ from examples.addition.plot import plot_run, smoothed
 from rlcore.errors import UserError
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking.format import REWARD, curve
-from rlcore.tracking.report import RunSummary, format_report, summarize
+from rlcore.tracking.report import format_report
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def test_failed_rewards_are_in_the_closing_table() -> None:
         {"step": 1, "rollout/scored_samples": 64, "rollout/reward_errors": 3},
         {"step": 2, "rollout/scored_samples": 64, "rollout/reward_timeouts": 1},
     ]
-    report = format_report(summarize(rows))
+    report = format_report(rows)
     assert "reward failed  4 of 128 samples (3.12%), see reward.on_error" in report
     fine = [{"step": 1, "rollout/scored_samples": 64, "rollout/reward_errors": 0}]
-    assert "reward failed" not in format_report(summarize(fine))
+    assert "reward failed" not in format_report(fine)
     old = [{"step": 1, "rollout/reward_errors": 3}]
-    assert "reward failed  3\n" in format_report(summarize(old))
+    assert "reward failed  3\n" in format_report(old)
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -110,26 +110,10 @@ def test_the_first_name_present_counts() -> None:
     assert curve(rows, REWARD) == ([1, 2], [2.0, 4.0])
 
 
-def test_summary(metrics_path: Path) -> None:
-    summary = summarize(read_metrics(metrics_path))
-    assert summary == RunSummary(
-        steps=40,
-        reward_first=0.02,
-        reward_last=0.8,
-        accuracy_before=0.375,
-        accuracy_after=0.75,
-        evaluations={"score": (0.5, 0.75), "accuracy": (0.375, 0.75)},
-        tokens_per_second=1021.0,
-        seconds=100.0,
-        seconds_by_phase={"generation": 60.0, "evaluation": 20.0, "training": 20.0},
-    )
-
-
 def test_report_is_a_table(metrics_path: Path) -> None:
     result = {"status": "early_stopped", "reason": "objective/kl 0.3 above 0.2"}
-    text = format_report(summarize(read_metrics(metrics_path)), title="run addition", result=result)
+    text = format_report(read_metrics(metrics_path), result=result)
     assert text.splitlines() == [
-        "run addition",
         "-" * 60,
         "status            early_stopped (objective/kl 0.3 above 0.2)",
         "steps             40",
@@ -146,4 +130,4 @@ def test_report_is_a_table(metrics_path: Path) -> None:
 
 
 def test_report_of_a_run_that_did_nothing() -> None:
-    assert "steps  0" in format_report(summarize([]))
+    assert "steps  0" in format_report([])

@@ -16,7 +16,7 @@ from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.errors import UserError
 from rlcore.runs.directory import RunDirectory
-from rlcore.runs.metrics import read_metrics
+from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking import BaseTracker, Trackers, build_trackers, pick_samples
 from rlcore.tracking import tensorboard as tensorboard_module
 from rlcore.tracking.tensorboard import TensorboardTracker
@@ -41,7 +41,7 @@ def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "a")
     stream = io.StringIO()
     trackers = build_trackers(configured(), directory, total_steps=3, stream=stream)
-    assert tuple(trackers._all()) == ("jsonl", "progress")
+    assert trackers.optional == {}
     trackers.log(1, {"rollout/reward": 0.5})
     trackers.close("completed")
     assert read_metrics(directory.metrics_path) == [{"step": 1, "rollout/reward": 0.5}]
@@ -94,29 +94,26 @@ class Recording(BaseTracker):
 
 
 def test_an_optional_tracker_that_fails_does_not_end_the_run(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sound = Recording()
     failing = Recording(failing_step=2)
     other = Recording()
-    trackers = Trackers({"sound": sound}, {"failing": failing, "other": other})
+    optional = {"failing": failing, "other": other}
+    trackers = Trackers(MetricsFile(tmp_path / "metrics.jsonl"), sound, optional)
     for step in (1, 2, 3):
         trackers.log(step, {})
     trackers.close("completed")
     assert sound.steps == other.steps == [1, 2, 3]
     assert failing.steps == [1]
     assert (sound.closed, other.closed, failing.closed) == ("completed", "completed", "")
-    assert (
-        caplog.text.count(
-            "failing failed and is left out from here on: ConnectionError: the service is gone"
-        )
-        == 1
-    )
+    said = "failing failed and is left out from here on: ConnectionError: the service is gone"
+    assert caplog.text.count(said) == 1
 
 
-def test_a_required_tracker_that_fails_ends_it() -> None:
-    with pytest.raises(ConnectionError):
-        Trackers({"sound": Recording(failing_step=1)}).log(1, {})
+def test_metrics_that_cannot_be_written_end_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Trackers(MetricsFile(tmp_path / "gone" / "metrics.jsonl"), Recording()).log(1, {})
 
 
 def test_picked_samples_run_from_best_to_worst(make_sample: MakeSample) -> None:
