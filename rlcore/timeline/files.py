@@ -16,7 +16,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,16 @@ class TimelineFile:
     def append(self, step: int, records: Sequence[Record], *, lost: int = 0) -> None:
         """Write the records of `step`."""
         tracks = {record[1]: _numbers(record[1]) for record in records}
-        events = [*_names(tracks), *(self._event(record, tracks[record[1]]) for record in records)]
+        events = [*_names(tracks)]
+        for kind, track, name, began, ended, args in records:
+            pid, tid = tracks[track]
+            begin = self._microseconds(began)
+            event = {"name": name, "ph": kind, "pid": pid, "tid": tid, "ts": begin, "args": args}
+            if kind == "X":
+                event["dur"] = self._microseconds(ended) - begin
+            elif kind == "i":
+                event["s"] = "t"
+            events.append(event)
         content = orjson.dumps(events, default=str)[1:-1]
         self._append(content and content + b",\n", step, lost=lost)
         if self.path.stat().st_size > self._limit // 2:
@@ -133,27 +142,15 @@ class TimelineFile:
             header = HEADER.pack(MAGIC, 0, 0, 255, extra, *ours, lost, voids)
             file.write(header + packed + end)
 
-    def _event(self, record: Record, numbers: tuple[int, int]) -> Event:
-        kind, _, name, began, ended, args = record
-        pid, tid = numbers
-        begin = self._microseconds(began)
-        event = {"name": name, "ph": kind, "pid": pid, "tid": tid, "ts": begin, "args": args}
-        if kind == "X":
-            event["dur"] = self._microseconds(ended) - begin
-        elif kind == "i":
-            event["s"] = "t"
-        return event
-
     def _microseconds(self, clock: float) -> int:
         # Rounded times nest as the spans do.
         return round((clock + self._offset) * 1e6)
 
 
-def _names(tracks: Iterable[Track]) -> Iterator[Event]:
+def _names(tracks: Mapping[Track, tuple[int, int]]) -> Iterator[Event]:
     """Yield the metadata events that name the tracks, and order their groups."""
     groups: set[str] = set()
-    for group, lane in tracks:
-        pid, tid = _numbers((group, lane))
+    for (group, lane), (pid, tid) in tracks.items():
         common = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
         if group not in groups:
             groups.add(group)
@@ -240,7 +237,11 @@ def events(member: Member) -> list[Event]:
 
 def recorded_steps(run: Path) -> list[int]:
     """Return the steps that rank 0 has recorded, in order."""
-    return _steps_of_main(_valid_members(run / FOLDER))
+    return _steps(_valid_members(run / FOLDER))
+
+
+def _steps(found: Iterable[Member]) -> list[int]:
+    return sorted({member.step for member in found if member.process == MAIN})
 
 
 def read_spans(run: Path, first: int | None = None, last: int | None = None) -> Timeline:
@@ -252,14 +253,24 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
         DataError: there is no timeline of these steps, or a file is damaged.
     """
     found = _valid_members(run / FOLDER)
-    steps = _steps_of_main(found)
+    steps = _steps(found)
     wanted = [s for s in steps if (first is None or s >= first) and (last is None or s <= last)]
     if not wanted:
-        raise DataError(_none(run, steps))
+        if not (run / FOLDER).is_dir():
+            raise DataError(
+                f"{run} has no timeline ({run / FOLDER}): it is not a run, or its"
+                " tracking.timeline_mb is 0, or no step has ended"
+            )
+        has = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step has ended"
+        raise DataError(f"{run}: no timeline of these steps; {has}")
     longest = wanted[-1] + MAX_STEPS_OF_A_REQUEST
     near = [member for member in found if wanted[0] - 1 <= member.step <= longest]
     spans = [span for member in near for span in _spans(member)]
-    windows = _windows(spans, wanted)
+    windows: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        if (span.group, span.lane) == ("rank 0", "main") and span.step in wanted:
+            begin, end = windows.get(span.step, (span.begin, span.begin + 1))
+            windows[span.step] = (min(begin, span.begin), max(end, span.end))
     begin = min(window[0] for window in windows.values())
     end = max(window[1] for window in windows.values())
     # A span shorter than a microsecond counts as one.
@@ -272,20 +283,6 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
         {step: ((a - origin) / 1e6, (b - origin) / 1e6) for step, (a, b) in windows.items()},
         sum(member.lost for member in near),
     )
-
-
-def _none(run: Path, steps: list[int]) -> str:
-    if not (run / FOLDER).is_dir():
-        return (
-            f"{run} has no timeline ({run / FOLDER}): it is not a run, or its"
-            " tracking.timeline_mb is 0, or no step has ended"
-        )
-    has = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step has ended"
-    return f"{run}: no timeline of these steps; {has}"
-
-
-def _steps_of_main(found: Iterable[Member]) -> list[int]:
-    return sorted({member.step for member in found if member.process == MAIN})
 
 
 def _valid_members(folder: Path) -> list[Member]:
@@ -326,13 +323,3 @@ def _spans(member: Member) -> Iterator[Span]:
                 yield Span(*where, begin + event.get("dur", 0), member.step, dict(event["args"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{member.path}: step {member.step}: no event: {error!r}") from error
-
-
-def _windows(spans: Iterable[Span], steps: Iterable[int]) -> dict[int, tuple[float, float]]:
-    windows: dict[int, tuple[float, float]] = {}
-    wanted = set(steps)
-    for span in spans:
-        if span.group == "rank 0" and span.lane == "main" and span.step in wanted:
-            begin, end = windows.get(span.step, (span.begin, span.begin + 1))
-            windows[span.step] = (min(begin, span.begin), max(end, span.end))
-    return windows

@@ -1,7 +1,7 @@
 """Records the activities of each process of a run: spans, instants and counters.
 
-A process has one recorder, `RECORDER`. Until `open` it records nothing, at the cost of a comparison
-per call. Records stay in memory until `flush` at the end of a step; files.py has their format.
+A process has one recorder, `RECORDER`, which records nothing until `open`. Records stay in memory
+until `flush` at the end of a step; files.py has their format.
 
     with RECORDER.span(("rank 0", "main"), "training"):
         ...
@@ -13,6 +13,7 @@ nest; spans that may overlap, such as requests, get separate lanes from `Lanes`.
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import threading
 import time
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rlcore.errors import DataError
 from rlcore.timeline.files import Record, TimelineFile, Track
@@ -52,7 +53,7 @@ class Recorder:
         # A deque's operations are atomic.
         self._records: deque[Record] = deque()
         self._lost = 0
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._file: TimelineFile | None = None
 
     def open(self, folder: Path, process: str, *, limit_bytes: int) -> None:
@@ -66,8 +67,7 @@ class Recorder:
 
     def add(self, track: Track, name: str, began: float, ended: float, **args: Any) -> None:
         """Record a span between two times of `now`. `args` are JSON-able."""
-        if self.enabled:
-            self._put(("X", track, name, began, ended, args))
+        self._put("X", track, name, began, ended, args)
 
     def span(self, track: Track, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record the time of the block, even if it fails."""
@@ -75,20 +75,18 @@ class Recorder:
 
     def instant(self, track: Track, name: str, **args: Any) -> None:
         """Record a moment."""
-        if self.enabled:
-            moment = now()
-            self._put(("i", track, name, moment, moment, args))
+        moment = now()
+        self._put("i", track, name, moment, moment, args)
 
     def counter(self, group: str, name: str, value: float) -> None:
         """Record the new value of the counter `name`."""
-        if self.enabled:
-            moment = now()
-            self._put(("C", (group, name), name, moment, moment, {"value": value}))
+        moment = now()
+        self._put("C", (group, name), name, moment, moment, {"value": value})
 
-    def _put(self, record: Record) -> None:
-        if len(self._records) < self.max_records:
+    def _put(self, *record: Unpack[Record]) -> None:
+        if self.enabled and len(self._records) < self.max_records:
             self._records.append(record)
-        else:
+        elif self.enabled:
             self._lost += 1
 
     # --- files ------------------------------------------------------------------------------------
@@ -99,7 +97,14 @@ class Recorder:
 
     def flush(self, step: int) -> None:
         """Write the records since the last flush as those of `step`."""
-        self._write(lambda file: self._flush(file, step))
+
+        def write(file: TimelineFile) -> None:
+            records = [self._records.popleft() for _ in range(len(self._records))]
+            lost = self._lost
+            self._lost -= lost
+            file.append(step, records, lost=lost)
+
+        self._write(write)
 
     def drop(self) -> None:
         """Drop the records since the last flush."""
@@ -108,19 +113,10 @@ class Recorder:
     def close(self) -> None:
         """Stop recording, and drop the records of an incomplete step."""
         with self._writing:
-            self._stop()
-
-    def _stop(self) -> None:
-        self.enabled = False
-        self._file = None
-        self._records.clear()
-        self._lost = 0
-
-    def _flush(self, file: TimelineFile, step: int) -> None:
-        records = [self._records.popleft() for _ in range(len(self._records))]
-        lost = self._lost
-        self._lost -= lost
-        file.append(step, records, lost=lost)
+            self.enabled = False
+            self._file = None
+            self._records.clear()
+            self._lost = 0
 
     def _write(self, write: Callable[[TimelineFile], None]) -> None:
         with self._writing:
@@ -131,7 +127,7 @@ class Recorder:
             # Recovery: the run continues without a timeline.
             except (OSError, DataError) as error:
                 logger.warning("the timeline is not recorded any more: %s", error)
-                self._stop()
+                self.close()
 
 
 RECORDER = Recorder()
@@ -169,14 +165,11 @@ class Lanes:
         self.group = group
         self._name = name
         self._free: list[int] = []
-        self._count = 0
+        self._new = itertools.count()
 
     def take(self) -> int:
         """Return the lowest free lane."""
-        if self._free:
-            return heapq.heappop(self._free)
-        self._count += 1
-        return self._count - 1
+        return heapq.heappop(self._free) if self._free else next(self._new)
 
     def give_back(self, lane: int) -> None:
         """Free a lane."""
@@ -186,12 +179,9 @@ class Lanes:
         """Return the track of a lane."""
         return (self.group, f"{self._name} {lane}")
 
-    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record the time of the block on a free lane."""
-        return self._on_a_lane(name, args) if RECORDER.enabled else NOTHING
-
     @contextmanager
-    def _on_a_lane(self, name: str, args: dict[str, Any]) -> Iterator[None]:
+    def span(self, name: str, **args: Any) -> Iterator[None]:
+        """Record the time of the block on a free lane."""
         lane = self.take()
         try:
             with RECORDER.span(self.track(lane), name, **args):

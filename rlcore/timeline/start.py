@@ -74,8 +74,7 @@ class StartClock:
     def line(self, total: float) -> str:
         """Describe a finished start in a line: "started in 41.0 s: imports 3.1, ranks 0.5, ..."."""
         parts = [f"{name} {spent:.1f}" for name, spent in self.seconds.items() if spent >= SHORT_S]
-        phases = f": {', '.join(parts)}" if parts else ""
-        return f"started in {total:.1f} s{phases}"
+        return ": ".join(filter(None, (f"started in {total:.1f} s", ", ".join(parts))))
 
 
 START = StartClock()
