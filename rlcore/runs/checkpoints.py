@@ -84,8 +84,6 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
         self.folder = folder
         self.keep = keep
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,14 +123,9 @@ class CheckpointStore:
         """
         aside = self.aside(step)
         final = self.path(step)
-        if not (aside / STATE).exists():
-            raise ValueError(
-                f"step {step}: commit before begin and write_state ({aside / STATE} is missing)"
-            )
         with self._plain_errors(step):
-            write_atomic(
-                aside / MANIFEST, json.dumps({"step": step, "files": _manifest(aside)}).encode()
-            )
+            manifest = {"step": step, "files": _manifest(aside)}
+            write_atomic(aside / MANIFEST, json.dumps(manifest).encode())
             sync_tree(aside)
             if final.exists():
                 os.rename(final, self.folder / f".{final.name}.replaced")
@@ -222,32 +215,25 @@ def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
     Args:
         folder: the run's `checkpoints/`.
     """
-    earlier = [s for s in committed_steps(folder) if s != step]
-    intact = (
-        f"the checkpoint of step {earlier[-1]} is intact"
-        if earlier
-        else "there is no earlier checkpoint"
-    )
+    intact = "there is no earlier checkpoint"
+    if earlier := [s for s in committed_steps(folder) if s != step]:
+        intact = f"the checkpoint of step {earlier[-1]} is intact"
     # A full disk is recognised by its text: a rank's error is wrapped, or pickled by torch without
     # its cause.
     full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
     full = full or shutil.disk_usage(folder).free < NEARLY_FULL
-    advice = (
-        f"free space under {folder} and continue with --resume"
-        if full
-        else "continue with --resume"
-    )
+    advice = f"free space under {folder} and " if full else ""
     kind = FailedElsewhere if isinstance(error, FailedElsewhere) else RunFailed
-    return kind(f"the checkpoint of step {step} could not be written: {error}; {intact}; {advice}")
+    return kind(
+        f"the checkpoint of step {step} could not be written: {error}; {intact};"
+        f" {advice}continue with --resume"
+    )
 
 
 def committed_steps(folder: Path) -> list[int]:
     """Return the steps that have a folder in a run's `checkpoints/`, whole or damaged, in order."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))
-    )
+    found = (_STEP.fullmatch(path.name) for path in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def unfinished_steps(folder: Path) -> list[int]:
@@ -276,9 +262,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
         return checkpoint
     if damages:
         raise UserError(
-            "no whole checkpoint is left: "
-            + "; ".join(damages)
-            + "; restore the files, or start over with --overwrite"
+            f"no whole checkpoint is left: {'; '.join(damages)}; restore the files, or start over"
+            " with --overwrite"
         )
     return None
 
@@ -310,21 +295,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         DamagedCheckpoint: a file is missing or wrong; names it.
     """
-    manifest = _read_json(folder, MANIFEST)
-    files = manifest.get("files")
-    if not isinstance(files, dict) or STATE not in files:
-        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {MANIFEST} lists no {STATE}")
-    for name, recorded in files.items():
-        wrong = _compare(folder / name, recorded)
-        if wrong:
-            raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} {wrong}")
-    state = _read_json(folder, STATE)
-    said = {MANIFEST: manifest.get("step")} | ({STATE: state["step"]} if "step" in state else {})
-    for name, step in said.items():
-        if type(step) is not int or step_name(step) != folder.name:
-            raise DamagedCheckpoint(
-                f"checkpoint {folder} is damaged: {name} is of step {str(step)[:20]}"
-            )
+    try:
+        manifest = _read_json(folder / MANIFEST)
+        files = manifest.get("files")
+        if not isinstance(files, dict) or STATE not in files:
+            raise ValueError(f"{MANIFEST} lists no {STATE}")
+        for name, recorded in files.items():
+            if wrong := _compare(folder / name, recorded):
+                raise ValueError(f"{name} {wrong}")
+        state = _read_json(folder / STATE)
+        steps = {MANIFEST: manifest.get("step"), STATE: state.get("step", manifest.get("step"))}
+        for name, step in steps.items():
+            if type(step) is not int or step_name(step) != folder.name:
+                raise ValueError(f"{name} is of step {str(step)[:20]}")
+    except ValueError as error:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
     return Checkpoint(step=manifest["step"], folder=folder, state=state)
 
 
@@ -362,12 +347,10 @@ def _compare(path: Path, recorded: Mapping[str, int]) -> str:
     return ""
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return decode_state((folder / name).read_bytes())
+        return decode_state(path.read_bytes())
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} is missing") from None
+        raise ValueError(f"{path.name} is missing") from None
     except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"checkpoint {folder} is damaged: {name} cannot be read: {error}"
-        ) from error
+        raise ValueError(f"{path.name} cannot be read: {error}") from error

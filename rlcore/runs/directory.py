@@ -48,6 +48,7 @@ class RunDirectory:
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.name = self.path.name
         self.config_path = self.path / CONFIG
         self.metrics_path = self.path / "metrics.jsonl"
         self.environment_path = self.path / "environment.jsonl"
@@ -97,11 +98,6 @@ class RunDirectory:
         if not _clear(self.path) and not self.path.is_symlink():
             remove_tree(self.path, ignore_errors=True)
 
-    @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self.path.name
-
     def rollouts_path(self, step: int) -> Path:
         """Return the file of a step's samples."""
         return self.rollouts / f"{step_name(step)}.parquet"
@@ -116,9 +112,7 @@ class RunDirectory:
 
     def recorded_steps(self) -> list[int]:
         """Return the steps whose samples were recorded, in order."""
-        if not self.rollouts.is_dir():
-            return []
-        found = (STEP_FILE.fullmatch(path.name) for path in self.rollouts.iterdir())
+        found = (STEP_FILE.fullmatch(path.name) for path in self.rollouts.glob("step_*"))
         return sorted(int(match[1]) for match in found if match)
 
     def prune_rollouts(self, step: int, *, keep: int) -> None:
@@ -194,7 +188,7 @@ class RunDirectory:
         """
         self.result_path.unlink(missing_ok=True)
         folders = (self.rollouts, self.evaluations, self.index, self.merged_index)
-        for path in (path for folder in folders if folder.is_dir() for path in folder.iterdir()):
+        for path in (path for folder in folders for path in folder.glob("*")):
             match = STEP_FILE.fullmatch(path.name)
             if path.suffix == ".tmp" or (match and int(match[1]) > step):
                 path.unlink()
@@ -218,14 +212,25 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
     path = Path(root) / name
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
-    existing = path.is_dir() and any(_is_of_use(entry) for entry in path.iterdir())
+    # More than a run leaves that ended before it began.
+    existing = path.is_dir() and any(
+        any(entry.iterdir())
+        if entry.name in _EMPTY_AT_FIRST and entry.is_dir()
+        else entry.name not in _NOT_A_RUN
+        for entry in path.iterdir()
+    )
     if existing and not (resume or overwrite):
         raise UserError(
             f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite,"
             " or choose another run.name"
         )
-    if existing and overwrite:
-        _check_is_run(path)
+    config = path / CONFIG
+    is_ours = config.is_file() and config.read_bytes().startswith(HEADER.encode())
+    if existing and overwrite and not (is_ours and (path / LOCK).is_file()):
+        raise UserError(
+            f"--overwrite: {path} does not look like a run (one has {LOCK}, and a {CONFIG} that"
+            " rlcore wrote); delete it yourself, or choose another run.name"
+        )
     return existing
 
 
@@ -236,24 +241,6 @@ def check_plain_name(name: str) -> None:
         raise UserError(
             f"run.name must be a plain folder name of at most {_MAX_NAME_BYTES} bytes that does not"
             f" start with a dot, got {name!r}"
-        )
-
-
-def _is_of_use(entry: Path) -> bool:
-    """Whether a folder with this entry may be more than a run that ended before it began."""
-    if entry.name in _EMPTY_AT_FIRST and entry.is_dir():
-        return any(entry.iterdir())
-    return entry.name not in _NOT_A_RUN
-
-
-def _check_is_run(path: Path) -> None:
-    """Refuse a folder that rlcore did not make."""
-    config = path / CONFIG
-    is_ours = config.is_file() and config.read_bytes().startswith(HEADER.encode())
-    if not (is_ours and (path / LOCK).is_file()):
-        raise UserError(
-            f"--overwrite: {path} does not look like a run (one has {LOCK}, and a {CONFIG} that"
-            " rlcore wrote); delete it yourself, or choose another run.name"
         )
 
 

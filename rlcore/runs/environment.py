@@ -24,6 +24,11 @@ def describe_start(step: int, source: Mapping[str, Any], *, gpus: list[str]) -> 
         source: the state of the sample source, which names its data.
     """
     stream = source.get("stream", {})
+    # Package versions by folder names; reading the metadata would take a second.
+    packages: dict[str, str] = {}
+    for path in (found for folder in sys.path for found in Path(folder).glob("*.dist-info")):
+        name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
+        packages.setdefault(name.lower().replace("_", "-"), version)
     return {
         "after": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -33,19 +38,9 @@ def describe_start(step: int, source: Mapping[str, Any], *, gpus: list[str]) -> 
         "rlcore": __version__,
         "commit": _commit(Path(__file__).parents[2]),
         "gpus": gpus,
-        "packages": dict(sorted(_packages().items())),
+        "packages": dict(sorted(packages.items())),
         "data": {name: stream[name] for name in ("size", "fingerprint") if name in stream},
     }
-
-
-def _packages() -> dict[str, str]:
-    """Return package versions by folder names; reading the metadata would take a second."""
-    found: dict[str, str] = {}
-    for folder in map(Path, sys.path):
-        for path in folder.glob("*.dist-info") if folder.is_dir() else ():
-            name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
-            found.setdefault(name.lower().replace("_", "-"), version)
-    return found
 
 
 def _commit(root: Path) -> str | None:

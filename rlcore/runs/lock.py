@@ -104,12 +104,9 @@ def wait_until_free(
 
 def lock_holder(path: Path) -> str | None:
     """Return the holder of a run's record lock; None if it is free or locks are unsupported."""
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        return _try_lock(descriptor)[0]
-    finally:
-        # This releases the lock too.
-        os.close(descriptor)
+    # Closing the file releases the lock too.
+    with open(path / LOCK, "a+b") as file:
+        return _try_lock(file.fileno())[0]
 
 
 def _try_lock(descriptor: int) -> tuple[str | None, bool]:
@@ -201,7 +198,11 @@ class _OwnerWatch:
         """Return the owner; None if there is none, or it has been silent for too long."""
         before = self.newest
         found = self.newest = _read_owner(self._path)
-        if found is None or _is_gone(found):
+        if found is None:
+            return None
+        among_ours = bool(_boot()) and found.get("boot") == _boot()
+        if among_ours and not Path(f"/proc/{found.get('pid')}").exists():
+            # The owner ran in this machine or container.
             return None
         if found != before:
             self.beats = before is not None
@@ -214,15 +215,14 @@ class _OwnerWatch:
 def _wait_for_beat(folder: Path) -> str | None:
     """Return the owner named by the folder's owner file; a file without beats is removed."""
     watch = _OwnerWatch(folder)
-    has_warned = False
-    while (holder := watch.holder()) is not None:
+    if (holder := watch.holder()) is not None:
+        text = "%s names %s as its owner: waiting up to %g s for a sign of life"
+        logger.warning(text, folder / OWNER, holder, OWNER_LOST_S)
+    while holder is not None:
         if watch.beats:
             return holder
-        if not has_warned:
-            has_warned = True
-            text = "%s names %s as its owner: waiting up to %g s for a sign of life"
-            logger.warning(text, folder / OWNER, holder, OWNER_LOST_S)
         time.sleep(POLL_S)
+        holder = watch.holder()
     if watch.newest is not None and watch.newest == _read_owner(folder / OWNER):
         (folder / OWNER).unlink(missing_ok=True)
     return None
@@ -241,12 +241,6 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether the owner ran in this machine or container and no longer exists."""
-    among_ours = bool(_boot()) and owner.get("boot") == _boot()
-    return among_ours and not Path(f"/proc/{owner.get('pid')}").exists()
 
 
 def _boot() -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -17,8 +17,6 @@ from rlcore.data.sample import Sample
 from rlcore.errors import DeadlineExceeded
 from rlcore.runs.directory import RunDirectory
 
-logger = logging.getLogger(__name__)
-
 # Vectors that a step may compute for each trainable token. Those that exist are recorded;
 # `advantages` and the engine's log-probs have columns of their own.
 VECTORS = (
@@ -26,7 +24,6 @@ VECTORS = (
     *("weights", "correction", "ratio", "clipped"),
 )
 MAX_UNWRITTEN = 2  # steps and evaluations that wait in memory for the disk
-Job = tuple[str, Callable[[], None]]
 CHECKED = "checked_logprobs"  # the trainer's log-probs, if only the engine check computed them
 
 
@@ -45,16 +42,9 @@ class RolloutRecorder:
     ) -> None:
         self.directory = directory
         self.keep = keep
-        self._background = Background(
-            "recorder",
-            most=MAX_UNWRITTEN,
-            timeout_s=collective_timeout_s / 2,
-            limit="half of cluster.collective_timeout_s",
-        )
-
-    def begin(self, step: int) -> None:
-        """Delete the recordings of steps after `step`."""
-        self.directory.rewind(step)
+        self._timeout_s = collective_timeout_s / 2
+        # Unfinished jobs, oldest first, and those whose error nobody has seen.
+        self._jobs: deque[tuple[str, Future[None]]] = deque()
 
     def record(
         self,
@@ -79,6 +69,9 @@ class RolloutRecorder:
             from rlcore.runs.rollouts import write_rollouts
             from rlcore.runs.sample_index import MERGED, merge_tables, write_index
 
+            vectors = {name: each(batch, name) for name in VECTORS if name in batch.vectors}
+            if "logprobs" not in vectors and CHECKED in batch.vectors:
+                vectors["logprobs"] = each(batch, CHECKED)
             scalars = write_rollouts(
                 self.directory.rollouts_path(step),
                 step,
@@ -86,7 +79,7 @@ class RolloutRecorder:
                 each(batch, "advantages"),
                 version=version,
                 policy_steps=policy_steps,
-                vectors=vectors_of(batch),
+                vectors=vectors,
                 unscored=unscored,
             )
             write_index(self.directory.index_path(step), step, scalars)
@@ -96,7 +89,7 @@ class RolloutRecorder:
             if self.keep is not None:
                 self.directory.prune_rollouts(step, keep=self.keep)
 
-        self._background.submit(f"recording the samples of step {step}", write)
+        self.submit(f"recording the samples of step {step}", write)
 
     def record_evaluation(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the held-out samples of the evaluation after `step`."""
@@ -107,31 +100,49 @@ class RolloutRecorder:
             self.directory.evaluations.mkdir(exist_ok=True)
             write_rollouts(self.directory.evaluations_path(step), step, samples)
 
-        self._background.submit(f"recording the evaluation after step {step}", write)
+        self.submit(f"recording the evaluation after step {step}", write)
 
-    def finish(self) -> None:
-        """Wait until everything recorded is on disk.
+    def submit(self, what: str, work: Callable[[], None]) -> None:
+        """Run `work` in a thread after all earlier jobs, none of which may have failed.
 
         Raises:
-            DeadlineExceeded: writing takes too long.
-            OSError: writing failed.
+            DeadlineExceeded: more than `MAX_UNWRITTEN` jobs are unfinished for too long.
+            Exception: the error of an earlier job.
         """
-        self._background.finish()
+        self._wait(MAX_UNWRITTEN - 1)
+        earlier = self._jobs[-1][1] if self._jobs else None
+        done: Future[None] = Future()
 
-    def finish_if_possible(self) -> None:
-        """Call `finish` at the end of a failed run: an error is logged, not raised."""
-        try:
-            self.finish()
-        except Exception as error:  # noqa: BLE001 - recovery: the run has failed anyway
-            logger.error("the last samples were not recorded: %s", error)
+        def run() -> None:
+            try:
+                if earlier is not None:
+                    earlier.result()
+                work()
+                done.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - recovery: raised where one waits
+                done.set_exception(error)
 
+        self._jobs.append((what, done))
+        threading.Thread(target=run, name="recorder", daemon=True).start()
 
-def vectors_of(batch: RolloutBatch) -> dict[str, list[NDArray[np.float32]]]:
-    """Return the recorded vectors of each sample, by name."""
-    found = {name: each(batch, name) for name in VECTORS if name in batch.vectors}
-    if "logprobs" not in found and CHECKED in batch.vectors:
-        found["logprobs"] = each(batch, CHECKED)
-    return found
+    def finish(self) -> None:
+        """Wait until everything recorded is on disk. Raises as `submit` does."""
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        """Wait until at most `most` jobs are unfinished."""
+        while self._jobs and (len(self._jobs) > most or self._jobs[0][1].done()):
+            what, job = self._jobs[0]
+            try:
+                job.result(self._timeout_s)
+            except TimeoutError as error:
+                if job.done():
+                    raise
+                raise DeadlineExceeded(
+                    f"{what}: not done after {self._timeout_s:g} s (half of"
+                    " cluster.collective_timeout_s)"
+                ) from error
+            self._jobs.popleft()
 
 
 def each(batch: RolloutBatch, name: str) -> list[NDArray[np.float32]]:
@@ -139,69 +150,3 @@ def each(batch: RolloutBatch, name: str) -> list[NDArray[np.float32]]:
     # Slicing numpy arrays takes a tenth of the time of slicing tensors.
     whole = batch.vectors[name].float().numpy()
     return [whole[start:end] for start, end in pairwise(batch.cu_seqlens.tolist())]
-
-
-class Background:
-    """Runs jobs one after another in a thread, which ends when no job is left.
-
-    After a failure no further job runs: the next `submit` or `finish` raises the error.
-
-    Args:
-        most: how many jobs may be unfinished; beyond that `submit` waits for the oldest.
-        timeout_s: limit of a wait.
-        limit: the origin of `timeout_s`, for the error message.
-    """
-
-    def __init__(self, name: str, *, most: int, timeout_s: float, limit: str) -> None:
-        self._name = name
-        self._most = most
-        self._timeout_s = timeout_s
-        self._limit = limit
-        # The first job is running.
-        self._jobs: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-
-    def submit(self, what: str, work: Callable[[], None]) -> None:
-        """Run `work` in the background, after all earlier jobs.
-
-        Raises:
-            DeadlineExceeded: earlier jobs take too long.
-            BaseException: the error of an earlier job.
-        """
-        with self._changed:
-            self._wait_until_left(self._most - 1)
-            self._jobs.append((what, work))
-            if len(self._jobs) == 1:
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-
-    def finish(self) -> None:
-        """Wait until all jobs are done. Raises as `submit` does."""
-        with self._changed:
-            self._wait_until_left(0)
-
-    def _wait_until_left(self, most: int) -> None:
-        ended = self._changed.wait_for(
-            lambda: self._failure is not None or len(self._jobs) <= most, self._timeout_s
-        )
-        if not ended:
-            what, _ = self._jobs[0]
-            raise DeadlineExceeded(f"{what}: not done after {self._timeout_s:g} s ({self._limit})")
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
-        job = self._jobs[0]
-        while True:
-            failure: BaseException | None = None
-            try:
-                job[1]()
-            except BaseException as error:  # noqa: BLE001 - recovery: raised where one waits
-                failure = error
-            with self._changed:
-                self._failure = failure
-                self._jobs.popleft()
-                self._changed.notify_all()
-                if failure is not None or not self._jobs:
-                    return
-                job = self._jobs[0]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -206,11 +205,10 @@ def to_json(value: Any) -> bytes:
         return orjson.dumps(value, default=str, option=_OPTIONS)
     except TypeError:
         # Integers beyond 64 bits, and halves of surrogate pairs.
-        return json.dumps(value, default=_jsonable).encode()
-
-
-def _jsonable(value: object) -> object:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+        text = json.dumps(
+            value, default=lambda part: part.tolist() if hasattr(part, "tolist") else str(part)
+        )
+        return text.encode()
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -228,15 +226,6 @@ def read_rollouts(path: Path | str, *, arrays: bool = False) -> list[Record]:
         DataError: the file is missing, damaged or not a rollout file.
     """
     return [record for _, record in read_table(Path(path), arrays=arrays)]
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn the errors of a missing or damaged file into a DataError that names the file."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable recording: {error}") from error
 
 
 def read_table(
@@ -257,25 +246,35 @@ def read_table(
         DataError: the file is missing, damaged, or not a table of samples.
     """
     wanted = None if rows is None else np.unique(np.fromiter(rows, dtype=np.int64))
-    with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        first = 0
-        for group in range(file.num_row_groups):
-            found = file.metadata.row_group(group)
-            end = first + found.num_rows
-            own = None if wanted is None else wanted[(wanted >= first) & (wanted < end)]
-            if own is None or len(own):
-                if found.total_byte_size > MAX_BYTES:
-                    raise ValueError(f"a row group of {found.total_byte_size} bytes")
-                table = file.read_row_group(group, columns=columns, use_threads=False)
-                at = range(first, end) if own is None else own.tolist()
-                table = table if own is None else table.take(pa.array(own - first))
-                yield from zip(at, _records(table, arrays), strict=True)
-            first = end
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            first = 0
+            for group in range(file.num_row_groups):
+                found = file.metadata.row_group(group)
+                end = first + found.num_rows
+                own = np.arange(first, end)
+                if wanted is not None:
+                    own = np.intersect1d(own, wanted, assume_unique=True)
+                if len(own):
+                    if found.total_byte_size > MAX_BYTES:
+                        raise ValueError(f"a row group of {found.total_byte_size} bytes")
+                    table = file.read_row_group(group, columns=columns, use_threads=False)
+                    table = table if wanted is None else table.take(pa.array(own - first))
+                    yield from zip(own.tolist(), _records(table, arrays), strict=True)
+                first = end
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{path}: not a readable recording: {error}") from error
 
 
 def _records(table: pa.Table, arrays: bool) -> list[Record]:
     # A number that does not fit its type is an error.
-    table = table.cast(pa.schema([(field.name, _type_of(field)) for field in table.schema]))
+    types = {
+        field.name: pa.struct([(child.name, _FLOATS) for child in field.type])
+        if field.name == "vectors"
+        else TYPES[field.name]
+        for field in table.schema
+    }
+    table = table.cast(pa.schema([*types.items()]))
     columns = [_values(column.combine_chunks(), arrays) for column in table.columns]
     rows = [dict(zip(table.column_names, row)) for row in zip(*columns)]
     for record in rows:
@@ -283,12 +282,6 @@ def _records(table: pa.Table, arrays: bool) -> list[Record]:
             if record.get(name, 0) is None:
                 del record[name]
     return rows
-
-
-def _type_of(field: Any) -> Any:
-    if field.name != "vectors":
-        return TYPES[field.name]
-    return pa.struct([(child.name, _FLOATS) for child in field.type])
 
 
 def _values(column: pa.Array, arrays: bool) -> list[Any]:
@@ -320,8 +313,14 @@ def _values(column: pa.Array, arrays: bool) -> list[Any]:
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
     """Encode samples as JSON lines, for a checkpoint's state."""
-    lines = b"".join(to_json(_contiguous(one.to_record(arrays=True))) + b"\n" for one in samples)
-    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
+    lines = []
+    for sample in samples:
+        record = sample.to_record(arrays=True)
+        # Arrays keep the shortest digits of float32: exact, and a third of the size.
+        given = [name for name in ARRAYS if record[name] is not None]
+        lines.append(to_json(record | {name: np.ascontiguousarray(record[name]) for name in given}))
+    packer = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+    return packer.compress(b"\n".join(lines))
 
 
 def decode_samples(content: bytes) -> list[Sample]:
@@ -331,10 +330,3 @@ def decode_samples(content: bytes) -> list[Sample]:
     except zstandard.ZstdError as error:
         raise ValueError(f"not encoded samples: {error}") from error
     return [Sample.from_record(json.loads(line)) for line in lines.split(b"\n") if line]
-
-
-def _contiguous(record: Record) -> Record:
-    # Arrays keep the shortest digits of float32: exact, and a third of the size.
-    return record | {
-        name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None
-    }

@@ -95,6 +95,12 @@ def scalars_of(record: Mapping[str, Any]) -> Scalars:
     logprobs = vectors.get("logprobs")
     weights = vectors.get("weights")
     gap = None if logprobs is None else np.abs(np.asarray(logprobs, dtype=np.float32) - engine)
+    # How many steps the oldest token lags behind.
+    staleness = None
+    if record["versions"] and (steps := record.get("policy_steps")):
+        staleness = float(int(record["step"]) - 1 - min(steps))
+    elif record["versions"] and record.get("policy_version") is not None:
+        staleness = float(record["policy_version"] - min(span[0] for span in record["versions"]))
     return {
         "draw": int(record["draw"]),
         "index": int(record["index"]),
@@ -105,7 +111,7 @@ def scalars_of(record: Mapping[str, Any]) -> Scalars:
         "tokens": len(record["tokens"]),
         "trained": len(engine) if weights is None else int(np.count_nonzero(weights)),
         "turns": int(record.get("turns", 1)),
-        "staleness": _staleness(record),
+        "staleness": staleness,
         "advantage": _mean(record.get("advantages")),
         "entropy": _mean(vectors.get("entropy")),
         "gap": _mean(gap),
@@ -131,17 +137,6 @@ def _text(value: object) -> str:
 
 def _mean(values: Any) -> float | None:
     return None if values is None or len(values) == 0 else _number(float(np.mean(values)))
-
-
-def _staleness(record: Mapping[str, Any]) -> float | None:
-    """Return how many steps the oldest token lags behind; None if unknown."""
-    if not record["versions"]:
-        return None
-    if steps := record.get("policy_steps"):
-        return float(int(record["step"]) - 1 - min(steps))
-    if record.get("policy_version") is None:
-        return None
-    return float(record["policy_version"] - min(span[0] for span in record["versions"]))
 
 
 def flat_groups(samples: Sequence[Scalars]) -> Iterator[int]:

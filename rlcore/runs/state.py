@@ -74,10 +74,8 @@ def rng_state() -> dict[str, Any]:
 
     The result suits `encode_state`.
     """
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-    }
+    state: dict[str, Any] = {"python": random.getstate()}
+    state["numpy"] = np.random.get_state(legacy=False)
     if "torch" in sys.modules:
         import torch
 

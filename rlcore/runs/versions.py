@@ -36,15 +36,13 @@ def read_versions(path: Path) -> list[Version]:
     found: list[Version] = []
     for number, entry in enumerate(read_json_lines(path), start=1):
         try:
-            version = Version(**entry)
+            found.append(Version(**entry))
+            if found[1:] and found[-1].version <= found[-2].version:
+                raise ValueError(
+                    f"version {found[-1].version} after {found[-2].version}: versions only grow"
+                )
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}:{number}: not a journal of versions: {error}") from error
-        if found and version.version <= found[-1].version:
-            raise DataError(
-                f"{path}:{number}: not a journal of versions: version {version.version} after"
-                f" {found[-1].version}: versions only grow"
-            )
-        found.append(version)
     return found
 
 

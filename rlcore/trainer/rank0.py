@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ READY = "ready"  # the rollouts are there
 CATCH_UP = "catch up"  # an engine that was started again needs the weights first
 FINISHED = ("completed", "early_stopped")  # the statuses that count as a success
 NO_CHECKPOINT = "WARNING no checkpoint to resume from (checkpoint.every): the run starts over"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,6 @@ class EarlyStopping:
         """The log line that announces at the start of a run that early stopping is on."""
         limit = f"objective/kl above training.target_kl {self.target_kl:g}"
         return f"early stopping is armed: {limit} ends the run after that step"
-
-    def tripped(self, step: int, kl: float) -> str:
-        """Return the log line that explains why the run stops."""
-        return (
-            f"early stopping: objective/kl {kl:.6g} of step {step} is above training.target_kl"
-            f" {self.target_kl:g}; the model is saved and the run ends as a success"
-        )
 
 
 class RankZero:
@@ -223,9 +218,8 @@ class RankZero:
         self._compared = {}
         if check is None or not check.is_due(step):
             return
-        self._compared, trouble = check.compare(
-            batch, self._rollouts.samples, self._rollouts.engines
-        )
+        rollouts = self._rollouts
+        self._compared, trouble = check.compare(batch, rollouts.samples, rollouts.engines)
         if trouble and check.is_first(step):
             raise RunFailed(f"step {step}: {trouble}")
         if trouble:
@@ -253,13 +247,12 @@ class RankZero:
             self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes
         )
         self.metrics = self._compared | measured
-        if self.utilization is not None:
-            measure = partial(
-                self.utilization.mfu, batch, self.minibatches, updates, seconds=seconds["step"]
-            )
-            self.metrics["perf/mfu"] = measure()
+        if (use := self.utilization) is not None:
+            most = seconds["step"] * use.peak
+            self.metrics["perf/mfu"] = use.flops(batch, self.minibatches, updates) / most
             if "perf/shared_tokens" in self.metrics:
-                self.metrics["perf/computed_mfu"] = measure(plans=self.plans)
+                computed = use.flops(batch, self.minibatches, updates, self.plans)
+                self.metrics["perf/computed_mfu"] = computed / most
         try:
             status = self._status(self.metrics.get("objective/kl"))
         except RunFailed:
@@ -272,7 +265,11 @@ class RankZero:
         early = self.early_stopping
         if early is not None and kl is not None and early.trips(kl):
             self.reason = {"objective_kl": kl, "target_kl": early.target_kl}
-            self.tracker.note(early.tripped(self.step, kl))
+            self.tracker.note(
+                f"early stopping: objective/kl {kl:.6g} of step {self.step} is above"
+                f" training.target_kl {early.target_kl:g}; the model is saved and the run ends as a"
+                " success"
+            )
             return "early_stopped"
         return "completed" if self.step >= self.total_steps else CONTINUE
 
@@ -290,29 +287,27 @@ class RankZero:
             by_set.setdefault(sample.metadata.get(SET_KEY, ""), []).append(sample)
         for name, samples in by_set.items():
             self._show(step, samples, f"{HELD_OUT} ({name})" if name else HELD_OUT)
-        if self._evaluated and self.config.tracking.save_rollouts:
+        saves = self.config.tracking.save_rollouts
+        if self._evaluated and saves:
             self.recorder.record_evaluation(step, self._evaluated)
         self._evaluation = {}
         self._evaluated = []
         if step > 0 and not self.config.is_sft:
-            self._log_samples(step)
+            rollouts = self._rollouts
+            assert rollouts is not None
+            assert self._batch is not None
+            if saves:
+                self.recorder.record(
+                    step,
+                    rollouts.samples,
+                    self._batch,
+                    unscored=rollouts.unscored,
+                    version=self._version,
+                    policy_steps=rollouts.policy_steps,
+                )
+            if step % self.config.tracking.show_every == 0:
+                self._show(step, rollouts.samples, TRAINING)
         rotate_logs(self.directory.logs)
-
-    def _log_samples(self, step: int) -> None:
-        """Record the samples of `step` with their advantages, and show some."""
-        assert self._rollouts is not None
-        assert self._batch is not None
-        if self.config.tracking.save_rollouts:
-            self.recorder.record(
-                step,
-                self._rollouts.samples,
-                self._batch,
-                unscored=self._rollouts.unscored,
-                version=self._version,
-                policy_steps=self._rollouts.policy_steps,
-            )
-        if step % self.config.tracking.show_every == 0:
-            self._show(step, self._rollouts.samples, TRAINING)
 
     def _show(self, step: int, samples: Sequence[Sample], label: str) -> None:
         if picked := pick_samples(samples, self.config.tracking.show_samples):
@@ -405,7 +400,7 @@ class RankZero:
         lost = MetricsFile(self.directory.metrics_path).rewind(-1 if found is None else self.step)
         if lost and found is None:
             self.tracker.note(f"{NO_CHECKPOINT}, and {lost} rows of its log are deleted")
-        self.recorder.begin(self.step)
+        self.directory.rewind(self.step)
         # Only after the samples: recorded samples of a draw that the ledger lacks contradict it.
         self.source.keep_ledger(self.directory.ledger_path)
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
@@ -414,25 +409,23 @@ class RankZero:
         append_json_line(self.directory.environment_path, start)
         if found is None:
             return f"{self.step} {CONTINUE}"
-        self._restore_best(found)
-        self.checkpoints.rewind(found.step)
-        self.tracker.note(f"resuming after step {found.step} from {found.folder}")
-        restore_rng(found.state["rng"])
-        return f"{found.step} {self._status(found.state.get('objective_kl'))}"
-
-    def _restore_best(self, found: Checkpoint) -> None:
-        """Restore the best checkpoint of that time, unless it is deleted or used another metric."""
+        # The best checkpoint of that time, unless it is deleted or used another metric.
         wanted = self.config.checkpoint.best
         best = best_of(found.state)
-        same = wanted and best and (best.metric, best.mode) == (wanted.metric, wanted.mode)
-        if same and best and not self.checkpoints.path(best.step).is_dir():
+        if not (wanted and best and (best.metric, best.mode) == (wanted.metric, wanted.mode)):
+            best = None
+        elif not self.checkpoints.path(best.step).is_dir():
             self.tracker.note(
                 f"WARNING the checkpoint of step {best.step} with the best {best.metric} is gone:"
                 " the next evaluation counts as the best"
             )
-            same = False
-        self.best = best if same else None
-        self.checkpoints.point_to_best(self.best)
+            best = None
+        self.best = best
+        self.checkpoints.point_to_best(best)
+        self.checkpoints.rewind(found.step)
+        self.tracker.note(f"resuming after step {found.step} from {found.folder}")
+        restore_rng(found.state["rng"])
+        return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -453,7 +446,10 @@ class RankZero:
         if rows and status != "failed":
             self.tracker.note(format_report(rows, result=self.directory.read_result()))
         if reason:
-            self.recorder.finish_if_possible()
+            try:
+                self.recorder.finish()
+            except Exception as error:  # noqa: BLE001 - recovery: the run has failed anyway
+                logger.error("the last samples were not recorded: %s", error)
 
     @property
     def _elapsed(self) -> float:

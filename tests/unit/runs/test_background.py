@@ -1,38 +1,44 @@
-"""Jobs in a thread: their order, how many wait, what becomes of errors."""
+"""Jobs of the recorder: their order, how many wait, what becomes of errors."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.runs.recorder import Background
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.recorder import RolloutRecorder
 
 LIMIT_S = 60.0
 
 
-def join(name: str) -> None:
-    """Wait for the end of the thread, which needs no deadline of `Background`."""
+def recorder_of(folder: Path, limit_s: float = LIMIT_S) -> RolloutRecorder:
+    return RolloutRecorder(RunDirectory(folder), keep=None, collective_timeout_s=2 * limit_s)
+
+
+def join() -> None:
+    """Wait for the end of the threads, which needs no deadline of the recorder."""
     for thread in threading.enumerate():
-        if thread.name == name:
+        if thread.name == "recorder":
             thread.join(LIMIT_S)
             assert not thread.is_alive()
 
 
-def test_jobs_run_in_order_and_the_thread_ends() -> None:
-    background = Background("test of jobs", most=3, timeout_s=LIMIT_S, limit="")
+def test_jobs_run_in_order_and_their_threads_end(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
     done: list[int] = []
     for life in range(2):
         for number in range(50):
-            background.submit("a number", lambda number=number: done.append(number))  # type: ignore[misc]
-        background.finish()
+            recorder.submit("a number", lambda number=number: done.append(number))  # type: ignore[misc]
+        recorder.finish()
         assert done == [*range(50)] * (life + 1)
-        join("test of jobs")
+        join()
 
 
-def test_nobody_waits_for_a_job_until_too_many_are_unfinished() -> None:
-    background = Background("waits", most=2, timeout_s=0.2, limit="half of a key")
+def test_nobody_waits_for_a_job_until_too_many_are_unfinished(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path, limit_s=0.2)
     gate = threading.Event()
     done: list[str] = []
 
@@ -40,21 +46,21 @@ def test_nobody_waits_for_a_job_until_too_many_are_unfinished() -> None:
         assert gate.wait(LIMIT_S)
         done.append("first")
 
-    background.submit("the first", first)
-    background.submit("the second", lambda: done.append("second"))
+    recorder.submit("the first", first)
+    recorder.submit("the second", lambda: done.append("second"))
     assert done == [], "both calls returned"
-    with pytest.raises(DeadlineExceeded, match=r"the first: not done after 0\.2 s \(half of a"):
-        background.submit("the third", lambda: done.append("third"))
+    with pytest.raises(DeadlineExceeded, match=r"the first: not done after 0\.2 s \(half of clus"):
+        recorder.submit("the third", lambda: done.append("third"))
     with pytest.raises(DeadlineExceeded, match="the first"):
-        background.finish()
+        recorder.finish()
     gate.set()
-    join("waits")
-    background.finish()
+    join()
+    recorder.finish()
     assert done == ["first", "second"]
 
 
-def test_an_error_comes_out_wherever_one_waits_next_and_is_the_end() -> None:
-    background = Background("fails", most=2, timeout_s=LIMIT_S, limit="")
+def test_an_error_comes_out_wherever_one_waits_next_and_is_the_end(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
     gate = threading.Event()
     done: list[str] = []
 
@@ -62,11 +68,11 @@ def test_an_error_comes_out_wherever_one_waits_next_and_is_the_end() -> None:
         assert gate.wait(LIMIT_S)
         raise OSError(28, "No space left on device")
 
-    background.submit("a write", fail)
-    background.submit("another", lambda: done.append("another"))
+    recorder.submit("a write", fail)
+    recorder.submit("another", lambda: done.append("another"))
     gate.set()
     with pytest.raises(OSError, match="No space left"):
-        background.finish()
+        recorder.finish()
     with pytest.raises(OSError, match="No space left"):
-        background.submit("more", lambda: done.append("more"))
+        recorder.submit("more", lambda: done.append("more"))
     assert done == []

@@ -49,37 +49,33 @@ def test_a_folder_with_logs_only_is_no_run_yet(tmp_path: Path) -> None:
     assert RunDirectory.create(tmp_path, "a").logs.joinpath("rank_1.log").exists()
 
 
-def test_overwrite_spares_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
-    with pytest.raises(UserError, match="does not look like a run"):
-        RunDirectory.create(tmp_path, "thesis", overwrite=True)
-    assert (tmp_path / "thesis" / "chapter1.tex").exists()
-
-
-def test_overwrite_spares_a_project_with_a_config(tmp_path: Path) -> None:
-    """Neither a file of the name config.yaml nor a lock beside it makes a run."""
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("thesis.tex",),
+        # A file of the name config.yaml and a lock beside it do not make a run.
+        ("config.yaml", "metrics.jsonl", "result.json", "thesis.tex", ".lock"),
+    ],
+)
+def test_overwrite_spares_a_folder_that_is_no_run(tmp_path: Path, files: tuple[str, ...]) -> None:
     project = tmp_path / "project"
     project.mkdir()
-    for name in ("config.yaml", "metrics.jsonl", "result.json", "thesis.tex", ".lock"):
+    for name in files:
         (project / name).write_text("run: {name: project}\npolicy: {}\n")
     with pytest.raises(UserError, match="does not look like a run"):
         RunDirectory.create(tmp_path, "project", overwrite=True)
-    assert len(list(project.iterdir())) == 5
+    assert len(list(project.iterdir())) == len(files)
 
 
-def test_overwrite_needs_the_lock_of_a_run(tmp_path: Path) -> None:
-    (used(tmp_path).path / ".lock").unlink()
-    with pytest.raises(UserError, match="does not look like a run"):
-        RunDirectory.create(tmp_path, "a", overwrite=True)
-    assert (tmp_path / "a" / "metrics.jsonl").exists()
-
-
-def test_overwrite_spares_a_configuration_that_somebody_wrote(tmp_path: Path) -> None:
-    """It has all sections, as a run's has, and says of no value where it came from."""
+@pytest.mark.parametrize("lost", [".lock", "origins"])
+def test_overwrite_needs_the_lock_and_configuration_of_a_run(tmp_path: Path, lost: str) -> None:
+    """The latter has all sections, and says where each value came from."""
     run = used(tmp_path)
-    sections = ("run", "model", "data", "policy", "algorithm", "rollout", "training")
-    run.config_path.write_text("".join(f"{name}:\n  a: 1\n" for name in sections))
+    if lost == ".lock":
+        (run.path / ".lock").unlink()
+    else:
+        sections = ("run", "model", "data", "policy", "algorithm", "rollout", "training")
+        run.config_path.write_text("".join(f"{name}:\n  a: 1\n" for name in sections))
     with pytest.raises(UserError, match="does not look like a run"):
         RunDirectory.create(tmp_path, "a", overwrite=True)
     assert run.metrics_path.exists()

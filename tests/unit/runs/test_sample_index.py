@@ -114,7 +114,7 @@ def test_steps_are_merged_and_what_is_rewound_is_not(
     assert record(1, 2, 3, 4, 5) == [2, 4]
     table = pq.read_table(directory.merged_index / "step_000004.parquet")
     assert (table["step"].to_pylist(), table["row"].to_pylist()) == ([3, 3, 4, 4], [0, 1, 0, 1])
-    recorder.begin(3)
+    directory.rewind(3)
     assert record() == [2]
     assert record(4) == [2, 4]
     directory.index_path(5).unlink(missing_ok=True)

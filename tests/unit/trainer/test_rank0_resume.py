@@ -105,6 +105,12 @@ def open_rank0(directory: RunDirectory, make_sample: Callable[..., Sample]) -> O
     return open_rank0
 
 
+def resumed(rank0: RankZero) -> RankZero:
+    rank0.restore()
+    rank0.begin()
+    return rank0
+
+
 def saved(rank0: RankZero, step: int, version: int) -> Checkpoint:
     rank0.generate(step)
     rank0.build_batch(step, version)
@@ -239,10 +245,7 @@ def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirect
         "WARNING no checkpoint to resume from (checkpoint.every): the run starts over, and 2 rows"
         " of its log are deleted"
     ]
-    again = open_rank0(None)
-    again.restore()
-    again.begin()
-    assert cast(Notes, again.tracker).lines == []
+    assert cast(Notes, resumed(open_rank0(None)).tracker).lines == []
 
 
 def test_the_segments_of_a_rollout_are_one_episode(
@@ -331,17 +334,12 @@ def test_a_resumed_run_goes_on_from_the_best_of_its_checkpoint(open_rank0: Open)
     found = latest_checkpoint(folder)
     assert found is not None
     (folder / "best.json").unlink()  # a kill came between the two renames of a commit
-    again = open_rank0(found, **given)
-    again.restore()
-    again.begin()
+    again = resumed(open_rank0(found, **given))
     assert again.best == read_best(folder) == Best(2, "eval/hard/pass@1", "max", 0.7)
     assert not scored(again, 4, 0.6)
     assert committed_steps(folder) == [2, 4]
 
-    other = open_rank0(latest_checkpoint(folder), evaluation=HELD_OUT)
-    other.restore()
-    other.begin()
-    assert other.best is None
+    assert resumed(open_rank0(latest_checkpoint(folder), evaluation=HELD_OUT)).best is None
     assert not (folder / "best.json").exists()
 
 
@@ -351,9 +349,7 @@ def test_a_best_checkpoint_that_is_gone_is_said(open_rank0: Open) -> None:
     scored(rank0, 1, 0.5)
     scored(rank0, 2, 0.1)
     remove_tree(rank0.checkpoints.path(1))
-    again = open_rank0(latest_checkpoint(rank0.checkpoints.folder), **given)
-    again.restore()
-    again.begin()
+    again = resumed(open_rank0(latest_checkpoint(rank0.checkpoints.folder), **given))
     assert "the checkpoint of step 1 with the best eval/hard/pass@1 is gone" in " ".join(
         cast(Notes, again.tracker).lines
     )
