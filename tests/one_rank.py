@@ -53,7 +53,7 @@ class OneRank:
 
     def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
         order = self.ranks.order(buckets, only_stale=only_stale)
-        self.ranks.open(order, buckets, lambda answers: "", LIMIT_S)
+        self.ranks.open(order, buckets)
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self.ranks.send(bucket, flat)
@@ -66,8 +66,6 @@ class OneRank:
 
     def finish(self, version: int) -> None:
         self.ranks.finish(version)
-        if self.ranks.failure is not None:
-            raise self.ranks.failure
         self.ranks.end(done=True)
 
     def cancel(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -147,8 +146,14 @@ def tokenize_answers(
             render_turns(example, prompts.text(first + i), tokenizer, data.train_turns)
             for i, example in enumerate(chunk)
         ]
-        encoded = _encode_turns(rendered, [example.where for example in chunk], tokenizer)
-        for example, found in zip(chunk, encoded):
+        # The last prompt of a row is encoded already.
+        texts = [
+            text for row in rendered for turn in (*row[:-1], ("", row[-1][1])) for text in turn
+        ]
+        sources = [e.where for e, row in zip(chunk, rendered) for _ in range(2 * len(row))]
+        encoded = iter(encode(tokenizer, texts, sources))
+        for example, row in zip(chunk, rendered):
+            found = [(next(encoded), next(encoded)) for _ in row]
             # The prompt set holds the last prompt's tokens, including the BOS of plain text.
             found[-1] = (prompts.ragged[len(counts) - 1], found[-1][1])
             sequences = list(_sequences(example, found, eos, data))
@@ -247,21 +252,6 @@ def _thought(message: Message) -> str:
 
 # The tokens of a turn's prompt, and of its answer.
 Turn = tuple[NDArray[np.int32], NDArray[np.int32]]
-
-
-def _encode_turns(
-    rows: Sequence[Sequence[tuple[str, str]]],
-    where: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[list[Turn]]:
-    """Return the tokens of all turns, with an empty prompt for the last turn of each row."""
-    texts: list[str] = []
-    sources: list[str] = []
-    for row, source in zip(rows, where):
-        texts += chain.from_iterable([*row[:-1], ("", row[-1][1])])
-        sources += [source] * (2 * len(row))
-    encoded = iter(encode(tokenizer, texts, sources))
-    return [[(next(encoded), next(encoded)) for _ in row] for row in rows]
 
 
 def _sequences(

@@ -20,8 +20,6 @@ from rlcore.runs.checkpoints import write_failure
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.rank_sync import RankSync, on_rank0
 
-COMMIT = "commit"
-WAIT = "wait"
 STILL_WRITING = json.dumps({"seconds": None})  # a rank's report until all its shards are written
 
 
@@ -66,8 +64,6 @@ class Checkpointer:
         self._step: int | None = None
         # Folder of the newest shards: checkpoints/<step>/model.
         self._folder = Path()
-        # Seconds that the slowest rank spent writing (rank 0).
-        self._slowest = 0.0
 
     @property
     def is_writing(self) -> bool:
@@ -103,36 +99,40 @@ class Checkpointer:
             self._wait()
         else:
             self.save(step, in_background=False)
-        return (
-            f"the run is saved after step {step}: continue with --resume"
-            if step
-            else "no step was trained yet"
-        )
+        saved = f"the run is saved after step {step}: continue with --resume"
+        return saved if step else "no step was trained yet"
 
     def poll(self) -> float | None:
         """Commit the checkpoint that is being written, if every rank has written it.
 
         Returns:
-            On rank 0, the seconds of the slowest rank. None if nothing is being written, or some
-            rank has not finished.
+            The seconds of the slowest rank. None if nothing is being written, or some rank has not
+            finished.
 
         Raises:
             RunFailed: a rank could not write.
         """
         if self._step is None:
             return None
-        reports = self._sync.gather("the state of the checkpoint", self._progress())
-        decision = self._sync.broadcast(
-            "whether to commit the checkpoint", lambda: self._decide(reports)
-        )
-        if decision == WAIT:
-            return None
         step = self._step
+        reports = self._sync.gather("the state of the checkpoint", self._progress())
+
+        def slowest() -> str:
+            for rank, report in enumerate(reports):
+                if "error" in (said := json.loads(report)):
+                    raise self._failure(step, RunFailed(f"rank {rank}: {said['error']}"))
+            if STILL_WRITING in reports:
+                return ""
+            return str(max(json.loads(report)["seconds"] for report in reports))
+
+        seconds = self._sync.broadcast("whether to commit the checkpoint", slowest)
+        if not seconds:
+            return None
         self._step = None
         with self._naming_intact_checkpoint(step):
             self._backend.finish_save()
         self._commit(step)
-        return self._slowest
+        return float(seconds)
 
     def _wait(self) -> float | None:
         """Wait until the checkpoint that is being written is committed. Returns as `poll` does."""
@@ -151,21 +151,6 @@ class Checkpointer:
             return json.dumps({"seconds": self._backend.save_seconds()})
         except RunFailed as error:
             return json.dumps({"error": str(error)})
-
-    def _decide(self, reports: Sequence[str]) -> str:
-        """Return `COMMIT` or `WAIT`, given the reports of all ranks (rank 0).
-
-        Raises:
-            RunFailed: a rank could not write.
-        """
-        assert self._step is not None
-        for rank, report in enumerate(reports):
-            if "error" in (said := json.loads(report)):
-                raise self._failure(self._step, RunFailed(f"rank {rank}: {said['error']}"))
-        if STILL_WRITING in reports:
-            return WAIT
-        self._slowest = max(json.loads(report)["seconds"] for report in reports)
-        return COMMIT
 
     def _commit(self, step: int) -> None:
         self._sync.run_on_rank0(

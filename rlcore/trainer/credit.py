@@ -75,20 +75,34 @@ class CreditAssignment:
         if self.config.is_sft:
             batch.set("advantages", torch.zeros(batch.num_trainable))
         else:
-            credit = self.advantages(batch)
-            batch.set("advantages", credit.advantages)
-            if self.passes.critic and credit.returns is not None:
-                batch.set("returns", credit.returns)
+            estimate = self.advantages(batch)
+            batch.set("advantages", estimate.advantages)
+            if self.passes.critic and estimate.returns is not None:
+                batch.set("returns", estimate.returns)
             if self.config.algorithm.old_logprobs == "rollout":
                 batch.set("old_logprobs", vectors["rollout_logprobs"])
             elif "logprobs" in vectors:
                 batch.set("old_logprobs", vectors["logprobs"])
-            self._set_correction(batch)
+            correction = self.objective.correction
+            if correction is not None and {"old_logprobs", "rollout_logprobs"} <= vectors.keys():
+                # The ranks compute their own factors; this copy is for the step's record.
+                found = correction(
+                    vectors["old_logprobs"], vectors["rollout_logprobs"], batch.cu_seqlens
+                )
+                batch.set("correction", found.weights * found.keep)
         batch.set("weights", self._weights(batch, minibatches))
         names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
-        return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(
-            batch, minibatches
-        )
+        credit = {name: vectors[name] for name in names if name in vectors}
+        if self.objective.loss.has_batch_stats:
+            # The loss statistics of each optimizer step.
+            for k, rows in enumerate(minibatches):
+                part = batch.select(rows)
+                given = fields_of(PolicyLossInputs, part, self.objective.loss.takes)
+                inputs = PolicyLossInputs(cu_seqlens=part.cu_seqlens, **given)
+                with rules_of("algorithm.loss"):
+                    stats = self.objective.loss.batch_stats(inputs)
+                credit |= {f"batch_stats/{k}/{name}": value for name, value in stats.items()}
+        return credit
 
     def advantages(self, batch: RolloutBatch) -> Advantages:
         """Run the estimator on the scores in `batch.vectors` and normalise its advantages.
@@ -98,14 +112,8 @@ class CreditAssignment:
         """
         vectors = batch.vectors
         if "logprobs" in vectors and "ref_logprobs" in vectors:
-            batch.set(
-                "kl",
-                approx_kl(
-                    vectors["logprobs"],
-                    vectors["ref_logprobs"],
-                    self.config.algorithm.kl.reward_kind,
-                ),
-            )
+            kind = self.config.algorithm.kl.reward_kind
+            batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], kind))
         given = fields_of(EstimatorInputs, batch, self.estimator.takes)
         inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **given)
         with rules_of("algorithm.estimator"):
@@ -120,19 +128,6 @@ class CreditAssignment:
             result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization
         )
         return replace(result, advantages=normalized)
-
-    def _set_correction(self, batch: RolloutBatch) -> None:
-        """Store the correction factor of each token if it can be computed already.
-
-        The ranks compute their own factors; this copy is for the step's record.
-        """
-        correction = self.objective.correction
-        vectors = batch.vectors
-        if correction is not None and "old_logprobs" in vectors and "rollout_logprobs" in vectors:
-            found = correction(
-                vectors["old_logprobs"], vectors["rollout_logprobs"], batch.cu_seqlens
-            )
-            batch.set("correction", found.weights * found.keep)
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
         """Return each token's loss weight within its optimizer step; 0 if the token is too old."""
@@ -150,29 +145,10 @@ class CreditAssignment:
         limit = self.config.algorithm.correction.max_staleness
         if limit is None:
             return weights
-        if batch.version is None:
-            raise ValueError(
-                "algorithm.correction.max_staleness counts from batch.version, which is not set"
-            )
+        assert batch.version is not None
         assert batch.versions is not None
         stale = stale_tokens(batch.versions.values, batch.version, limit)
         return mask_weights(weights, batch.versions.spread(stale))
-
-    def _batch_stats(
-        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
-    ) -> dict[str, Tensor]:
-        """Return the loss statistics of each optimizer step: `batch_stats/<minibatch>/<name>`."""
-        if not self.objective.loss.has_batch_stats:
-            return {}
-        stats: dict[str, Tensor] = {}
-        for k, rows in enumerate(minibatches):
-            part = batch.select(rows)
-            given = fields_of(PolicyLossInputs, part, self.objective.loss.takes)
-            inputs = PolicyLossInputs(cu_seqlens=part.cu_seqlens, **given)
-            with rules_of("algorithm.loss"):
-                found = self.objective.loss.batch_stats(inputs)
-            stats |= {f"batch_stats/{k}/{name}": value for name, value in found.items()}
-        return stats
 
 
 def fields_of(

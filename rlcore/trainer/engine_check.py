@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms import Moments, mismatch_vectors, segment_sum
 from rlcore.config import Config
@@ -44,9 +42,13 @@ class EngineCheck:
         engine = config.rollout.engine
         if not generates(config) or not engine.logprobs_every:
             return None
-        return cls(
-            engine.max_logprob_diff or LIMITS[_coarser(config)], engine.logprobs_every, engine.kind
-        )
+        # The coarser of the two sides' number formats.
+        dtypes = {config.model.dtype, engine.dtype or config.model.dtype}
+        coarser = "bf16" if "bf16" in dtypes else "fp32"
+        if engine.quantization is not None:
+            coarser = "fp8"
+        limit = engine.max_logprob_diff or LIMITS[coarser]
+        return cls(limit, engine.logprobs_every, engine.kind)
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is compared. The first step asked about is always compared."""
@@ -81,12 +83,18 @@ class EngineCheck:
         moments.update(mismatch_vectors(trainer[current], engine[current]))
         metrics = moments.reduce()
         gaps = torch.where(current, (trainer - engine).abs().double(), 0.0)
-        means = self._means(
-            gaps,
-            current,
-            batch.cu_seqlens,
-            [engines.get(sample.draw, self.kind) for sample in samples],
+        # The sum of the gaps over the current tokens of each engine, and their number.
+        totals: dict[str, list[float]] = {}
+        per_sequence = zip(
+            samples,
+            segment_sum(gaps, batch.cu_seqlens).tolist(),
+            segment_sum(current.double(), batch.cu_seqlens).tolist(),
         )
+        for sample, gap, count in per_sequence:
+            total = totals.setdefault(engines.get(sample.draw, self.kind), [0.0, 0.0])
+            total[0] += gap
+            total[1] += count
+        means = {name: gap / count for name, (gap, count) in sorted(totals.items()) if count}
         # `not <=` also catches NaN.
         wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}
         if not wrong:
@@ -101,26 +109,3 @@ class EngineCheck:
             f" {worst.prompt_id}. Likely causes: {CAUSES}"
         )
         return metrics, trouble
-
-    def _means(
-        self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Return the mean gap over the current tokens of each engine that made any."""
-        totals: dict[str, float] = {}
-        counts: Counter[str] = Counter()
-        per_sequence = zip(
-            names,
-            segment_sum(gaps, cu_seqlens).tolist(),
-            segment_sum(current.double(), cu_seqlens).tolist(),
-        )
-        for name, total, count in per_sequence:
-            totals[name] = totals.get(name, 0.0) + total
-            counts[name] += int(count)
-        return {name: totals[name] / counts[name] for name in sorted(totals) if counts[name]}
-
-
-def _coarser(config: Config) -> str:
-    if config.rollout.engine.quantization is not None:
-        return "fp8"
-    dtypes = {config.model.dtype, config.rollout.engine.dtype or config.model.dtype}
-    return "bf16" if "bf16" in dtypes else "fp32"

@@ -72,7 +72,14 @@ class GpuSharing:
         if phase is self.phase:
             return
         self._change_to(phase)
-        if phase is GpuPhase.HANDOVER and not self._an_engine_runs():
+        if phase is not GpuPhase.HANDOVER:
+            return
+        runs = self._sync.broadcast(
+            "whether an engine runs",
+            lambda: "yes" if on_rank0(self._memory).any_running() else "",
+            timeout_s=self._timeout_s,
+        )
+        if not runs:
             # Engines restart only while the trainer is offloaded. If none does, the
             # next publication reports it.
             self._change_to(GpuPhase.GENERATING)
@@ -108,11 +115,3 @@ class GpuSharing:
             lambda: getattr(on_rank0(self._memory), action)(tags),
             timeout_s=self._timeout_s,
         )
-
-    def _an_engine_runs(self) -> bool:
-        answer = self._sync.broadcast(
-            "whether an engine runs",
-            lambda: str(on_rank0(self._memory).any_running()),
-            timeout_s=self._timeout_s,
-        )
-        return answer == str(True)

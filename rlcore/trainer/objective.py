@@ -23,12 +23,6 @@ from rlcore.algorithms import (
 from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.errors import RunFailed
 
-READ_BY = {
-    "ref_logprobs": "the loss has a KL term (algorithm.kl.loss_coef)",
-    "entropy": "the loss has an entropy bonus (algorithm.entropy_coef)",
-    "rollout_logprobs": "the loss is corrected for the engine's log-probs (algorithm.correction)",
-}
-
 
 class Objective:
     """The minimised quantity, per token and unreduced:
@@ -67,56 +61,36 @@ class Objective:
         with rules_of("algorithm.loss"):
             out = self.loss(inputs)
         policy = out.per_token
-        others = self._regularisers(inputs)
-        metrics = {**out.metrics, **self._distances(inputs)}
-        # `training.max_update_kl` compares this metric with its limit.
-        if not self.is_sft and "approxkl" not in metrics:
-            metrics["approxkl"] = approx_kl(inputs.logprobs.detach(), inputs.old_logprobs, "k2")
-        if self.correction is not None:
-            found = self.correction(
-                inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens
-            )
-            # The weight is 0 where the correction drops the token.
-            policy = found.weights * policy
-            others = None if others is None else found.keep * others
-            metrics |= found.metrics
-        if inputs.weights is not None:
-            metrics["policy_loss"] = inputs.weights * policy.detach()
-        return replace(
-            out, per_token=policy if others is None else policy + others, metrics=metrics
-        )
-
-    def _regularisers(self, inputs: PolicyLossInputs) -> Tensor | None:
-        """Return the sum of KL term and entropy bonus, [M]; None if neither is configured."""
-        terms: list[Tensor] = []
+        # The KL term and the entropy bonus.
+        others: Tensor | float = 0.0
         if self.kl_coef:
+            assert inputs.ref_logprobs is not None
             old = inputs.old_logprobs if self.kl_unbiased else None
-            kl = loss_kl(
-                inputs.logprobs, _present(inputs, "ref_logprobs"), self.kl_kind, old_logprobs=old
-            )
-            terms.append(self.kl_coef * kl)
+            kl = loss_kl(inputs.logprobs, inputs.ref_logprobs, self.kl_kind, old_logprobs=old)
+            others = others + self.kl_coef * kl
         if self.entropy_coef:
-            terms.append(-self.entropy_coef * _present(inputs, "entropy"))
-        return sum(terms[1:], terms[0]) if terms else None
-
-    def _distances(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Measure the distance of the current policy to the reference and the engine, if given."""
+            assert inputs.entropy is not None
+            others = others - self.entropy_coef * inputs.entropy
+        metrics = {**out.metrics}
         logprobs = inputs.logprobs.detach()
-        metrics = dict[str, Tensor]()
         if inputs.ref_logprobs is not None:
             metrics["rollout/kl"] = approx_kl(logprobs, inputs.ref_logprobs, self.logged_kl_kind)
             metrics["rollout/kl_clamped_share"] = kl_clamped(logprobs, inputs.ref_logprobs)
         if inputs.rollout_logprobs is not None:
             metrics |= mismatch_vectors(logprobs, inputs.rollout_logprobs)
-        return metrics
-
-
-def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
-    """Return a field that the objective reads. Raises ValueError that names its config key."""
-    value: Tensor | None = getattr(inputs, name)
-    if value is None:
-        raise ValueError(f"{READ_BY[name]}, but the inputs have no {name}")
-    return value
+        # `training.max_update_kl` compares this metric with its limit.
+        if not self.is_sft and "approxkl" not in metrics:
+            metrics["approxkl"] = approx_kl(logprobs, inputs.old_logprobs, "k2")
+        if self.correction is not None:
+            assert inputs.rollout_logprobs is not None
+            found = self.correction(inputs.old_logprobs, inputs.rollout_logprobs, inputs.cu_seqlens)
+            # The weight is 0 where the correction drops the token.
+            policy = found.weights * policy
+            others = found.keep * others
+            metrics |= found.metrics
+        if inputs.weights is not None:
+            metrics["policy_loss"] = inputs.weights * policy.detach()
+        return replace(out, per_token=policy + others, metrics=metrics)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ store.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -113,18 +113,11 @@ class SenderRanks:
             calls("join", self._answers)
         return json.dumps([orders.transport, list(others.items()), orders.joins, orders.gathers])
 
-    def open(
-        self,
-        order: str,
-        buckets: Sequence[Bucket],
-        join: Callable[[Mapping[int, Any]], str],
-        timeout_s: float,
-    ) -> str:
-        """Begin a publication. Returns the result of `join` on every rank, "" if nothing joins.
+    def open(self, order: str, buckets: Sequence[Bucket]) -> bool:
+        """Begin a publication. Returns, on every rank alike, whether engines have to `join`.
 
         Args:
             order: the result of `order` on rank 0.
-            join: runs on rank 0, with the answers of the ranks.
         """
         transport, others, joins, self._gathers = json.loads(order)
         orders = dict(others)
@@ -138,7 +131,7 @@ class SenderRanks:
                 self._sender = self._sender_of(transport)
                 own = self._sender.open(orders[rank], buckets)
         if not (joins and orders):
-            return ""
+            return False
         values = self._sync.gather("the ranks' rendezvous", json.dumps(own), ranks=self._others)
         # The first value is rank 0's own.
         self._answers |= zip(self._others, map(json.loads, values[1:]))
@@ -147,19 +140,23 @@ class SenderRanks:
         )
         if self._sends:
             self._sender.enter(dict(json.loads(said)))
-        return self._sync.broadcast(
-            "joining the engines", lambda: join(self._answers), timeout_s=timeout_s
-        )
+        return True
 
-    def join(self, answers: Mapping[int, Any]) -> None:
+    def join(self) -> None:
         """Have the engines join the groups of the ranks (rank 0)."""
-        on_rank0(self._calls)("join", answers)
+        on_rank0(self._calls)("join", self._answers)
 
     def send(self, bucket: Bucket, flat: Tensor | None) -> bool:
         """Do this rank's part of sending a bucket. Returns whether it has one."""
         if flat is None:
             return False
-        packed = self._pack(bucket, flat)
+        own = self._sender.pack(bucket, flat) if self._sends and self._stopped() is None else None
+        # What each rank packed, on rank 0.
+        packed = {} if own is None else {self._sync.rank: own}
+        if self._gathers and self._others:
+            what = f"what ranks pack of bucket {bucket.index}"
+            words = self._sync.gather(what, "" if own is None else own, ranks=self._others)
+            packed |= {rank: word for rank, word in zip(self._others, words[1:]) if word}
         begun = self._sync.rank == 0 and self.failure is None
         if begun:
             self._pending = on_rank0(self._calls).begin("send", bucket.index, packed)
@@ -171,23 +168,15 @@ class SenderRanks:
                 self._sender.discard(packed, self._stop if begun else None)
         return self._sends or self._sync.rank == 0
 
-    def _pack(self, bucket: Bucket, flat: Tensor) -> dict[int, Any]:
-        """Return what each rank packed, on rank 0."""
-        own = self._sender.pack(bucket, flat) if self._sends and self._stopped() is None else None
-        packed = {} if own is None else {self._sync.rank: own}
-        if self._gathers and self._others:
-            what = f"what ranks pack of bucket {bucket.index}"
-            words = self._sync.gather(what, "" if own is None else own, ranks=self._others)
-            packed |= {rank: word for rank, word in zip(self._others, words[1:]) if word}
-        return packed
-
     def finish(self, version: int) -> None:
-        """Finish the publication as `version`, unless it has failed (rank 0)."""
+        """Finish the publication as `version` (rank 0). Raises the failure, if it has failed."""
         if self.failure is None:
             try:
                 on_rank0(self._calls)("finish", version, self._sender.finish())
             except RlcoreError as error:
                 self._fail(error)
+        if self.failure is not None:
+            raise self.failure
 
     def cancel(self) -> None:
         """Cancel the publication; the engines then lack a whole set of weights (rank 0)."""
@@ -211,10 +200,6 @@ class SenderRanks:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    @property
-    def _key(self) -> str:
-        return f"publications/{self._number}/stopped"
-
     def _stopped(self) -> Any:
         """The limit of what is still sent after a failure, else None."""
         if self._sync.rank == 0:
@@ -222,7 +207,8 @@ class SenderRanks:
                 self._end_call()
             return self._stop
         store = self._sync.store
-        return json.loads(store.get(self._key)) if store.check([self._key]) else None
+        key = f"publications/{self._number}/stopped"
+        return json.loads(store.get(key)) if store.check([key]) else None
 
     def _end_call(self) -> None:
         """Wait for the pending call."""
@@ -243,4 +229,5 @@ class SenderRanks:
         # recovery: no engine waits for anything any more
         except RlcoreError:
             self._stop = {}
-        self._sync.store.set(self._key, json.dumps(self._stop))
+        key = f"publications/{self._number}/stopped"
+        self._sync.store.set(key, json.dumps(self._stop))

@@ -22,8 +22,6 @@ from rlcore.trainer.answers import labelled_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
-
 
 class SourceWithoutEngine:
     """An `rlcore.interfaces.RolloutSource` without generation."""
@@ -32,12 +30,11 @@ class SourceWithoutEngine:
         """Do nothing: there is nothing to start."""
 
     def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
-        """Never called."""
-        raise AssertionError("no engine is here to evaluate with")
+        """Return no metrics and no samples."""
+        return {}, []
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Never called."""
-        raise AssertionError("nothing generates here, so nothing is published")
+        """Do nothing: nothing generates here."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return an empty state."""
@@ -109,10 +106,6 @@ class SFTSource(SourceWithoutEngine):
             )
         return samples
 
-    def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
-        """Return no metrics and no samples."""
-        return {}, []
-
     def snapshot(self) -> dict[str, Any]:
         """Return the position in the data."""
         return {"stream": self._stream.snapshot()}
@@ -142,7 +135,7 @@ class ReplaySource(SourceWithoutEngine):
         *,
         vocab_size: int,
         greedy_baseline: bool = False,
-        recorded: Mapping[str, str] = NOTHING,
+        recorded: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         records = read_rollouts(path, arrays=True)
         if not records:
@@ -170,8 +163,10 @@ class ReplaySource(SourceWithoutEngine):
         if "sampling_mask" not in recorded and any(
             sample.sampling_mask is not None for sample in self.samples
         ):
-            message = f"{path} was recorded with keep_sets: set policy.logprobs.keep_sets to true"
-            raise DataError(f"training.replay: {message}")
+            raise DataError(
+                f"training.replay: {path} was recorded with keep_sets: set"
+                " policy.logprobs.keep_sets to true"
+            )
         self.recorded_step: int | None = records[0].get("step")
         self.recorded_version: int | None = records[0].get("policy_version")
         self._policy_steps = {

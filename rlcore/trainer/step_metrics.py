@@ -27,9 +27,9 @@ from rlcore.trainer.credit import fields_of
 # Metrics of a loss that compare the policy with itself before the step.
 _AGAINST_BEFORE = frozenset(
     {
-        *(f"policy/{name}_avg" for name in ("approxkl", "dual_clipfrac", "sequence_ratio")),
-        *(f"policy/clipfrac{end}_avg" for end in ("", "_high", "_low")),
-        *(f"val/ratio{end}" for end in ("", "_var", "_max")),
+        *("policy/approxkl_avg", "policy/dual_clipfrac_avg", "policy/sequence_ratio_avg"),
+        *("policy/clipfrac_avg", "policy/clipfrac_high_avg", "policy/clipfrac_low_avg"),
+        *("val/ratio", "val/ratio_var", "val/ratio_max"),
     }
 )
 
@@ -127,17 +127,18 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
     vectors = batch.vectors
     if config.is_sft:
         return {"val/sequence_lengths": batch.num_trainable / batch.num_rollouts}
-    inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
     verdicts = [s.verdict for s in samples]
     correct = torch.tensor([math.nan if found is None else float(found) for found in verdicts])
-    limit = config.algorithm.correction.max_staleness
     staleness = {}
     if batch.versions is not None and batch.version is not None:
         staleness = staleness_metrics(
-            batch.versions.values, batch.version, limit, lengths=batch.versions.lengths
+            batch.versions.values,
+            batch.version,
+            config.algorithm.correction.max_staleness,
+            lengths=batch.versions.lengths,
         )
     measured = rollout_metrics(
-        inputs,
+        EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch)),
         finish_reasons=[sample.finish_reason for sample in samples],
         responses=[sample.response_text for sample in samples],
         prompt_overlap=prompt_overlap(
@@ -192,15 +193,3 @@ class Utilization:
         scored = sum(once) if self.scores_policy else 0.0
         trained = (once[k % len(once)] for k, done in enumerate(updates) if "lr" in done.metrics)
         return scored + 3.0 * sum(trained)
-
-    def mfu(
-        self,
-        batch: RolloutBatch,
-        minibatches: Sequence[Sequence[int]],
-        updates: Sequence[UpdateResult],
-        *,
-        seconds: float,
-        plans: Sequence[MinibatchPlan] | None = None,
-    ) -> float:
-        """Return `flops` divided by what the GPUs could do at their peak in `seconds`."""
-        return self.flops(batch, minibatches, updates, plans) / (seconds * self.peak)

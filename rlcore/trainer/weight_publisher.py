@@ -11,8 +11,7 @@ its own, while the others keep serving.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend
@@ -20,7 +19,6 @@ from rlcore.runs.versions import VersionJournal
 from rlcore.timeline.recorder import RECORDER, now
 from rlcore.trainer.rank_sync import RankSync, on_rank0
 from rlcore.trainer.sender_ranks import SenderRanks
-from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
 # Rank 0's result of an attempt; any other string is the reason why no attempt can follow.
@@ -89,57 +87,57 @@ class WeightPublisher:
         """
         began = now()
         buckets = self.backend.buckets()
-        opened = self.sync.broadcast(
-            "opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s
-        )
+
+        def opening() -> str:
+            if step is not None:
+                self.version = on_rank0(self.journal).next(step).version
+            return OPEN + self.ranks.order(buckets, only_stale=step is None)
+
+        def joining() -> str:
+            self.ranks.join()
+            return OPEN
+
+        def closing() -> str:
+            self.ranks.finish(self.version)
+            return DONE
+
+        outcome = self._on_rank0("opening a publication", opening)
         self._record("opening", began)
-        if not opened.startswith(OPEN):
-            return opened
-        order = opened.removeprefix(OPEN)
-        joined = self.ranks.open(order, buckets, self._join, self.timeout_s)
-        if joined not in ("", OPEN):
-            self.ranks.end(done=False)
-            return joined
+        if not outcome.startswith(OPEN):
+            return outcome
+        if self.ranks.open(outcome.removeprefix(OPEN), buckets):
+            outcome = self._on_rank0("joining the engines", joining)
+            if outcome != OPEN:
+                self.ranks.end(done=False)
+                return outcome
         began = now()
         for bucket, flat in self.backend.export_buckets(everywhere=self.ranks.everywhere):
             began = self._record(f"gathering bucket {bucket.index}", began)
             if self.ranks.send(bucket, flat):
                 began = self._record(f"sending bucket {bucket.index}", began)
-        outcome = self.sync.broadcast(
-            "closing a publication", lambda: self._close(step), timeout_s=self.timeout_s
-        )
+        outcome = self._on_rank0("closing a publication", closing)
+        if outcome == DONE and step is not None and self.journal is not None:
+            self.published(step, self.version, self.journal.incarnation)
         self.ranks.end(done=outcome == DONE)
         self._record("closing", began)
         return outcome
+
+    def _on_rank0(self, what: str, work: Callable[[], str]) -> str:
+        """Run a stage on rank 0. Returns its outcome on every rank; an error there cancels all."""
+
+        def run() -> str:
+            try:
+                return work()
+            except RlcoreError as error:
+                return self._cancel(error)
+
+        return self.sync.broadcast(what, run, timeout_s=self.timeout_s)
 
     def _record(self, stage: str, began: float) -> float:
         """Record a stage on this sender's timeline track. Returns the stage's end."""
         ended = now()
         RECORDER.add(("publication", self.sync.track[0]), stage, began, ended)
         return ended
-
-    def _open(self, step: int | None, buckets: Sequence[Bucket]) -> str:
-        if step is not None:
-            self.version = on_rank0(self.journal).next(step).version
-        try:
-            return OPEN + self.ranks.order(buckets, only_stale=step is None)
-        except RlcoreError as error:
-            return self._cancel(error)
-
-    def _join(self, answers: Mapping[int, Any]) -> str:
-        try:
-            self.ranks.join(answers)
-        except RlcoreError as error:
-            return self._cancel(error)
-        return OPEN
-
-    def _close(self, step: int | None) -> str:
-        self.ranks.finish(self.version)
-        if self.ranks.failure is not None:
-            return self._cancel(self.ranks.failure)
-        if step is not None:
-            self.published(step, self.version, on_rank0(self.journal).incarnation)
-        return DONE
 
     def _cancel(self, failure: RlcoreError) -> str:
         try:

@@ -65,7 +65,10 @@ class RecordingRankZero:
         self.committed.append(step)
 
 
-def make_parts(*, timeout_s: float) -> tuple[Checkpointer, Writing, RecordingRankZero]:
+Parts = tuple[Checkpointer, Writing, RecordingRankZero]
+
+
+def make_parts(*, timeout_s: float) -> Parts:
     backend = Writing()
     rank0 = RecordingRankZero()
     sync = RankSync(HashStore(), 0, 1, timeout_s=timeout_s)
@@ -74,13 +77,11 @@ def make_parts(*, timeout_s: float) -> tuple[Checkpointer, Writing, RecordingRan
 
 
 @pytest.fixture
-def parts() -> tuple[Checkpointer, Writing, RecordingRankZero]:
+def parts() -> Parts:
     return make_parts(timeout_s=LIMIT_S)
 
 
-def test_it_is_committed_at_the_end_of_the_step_in_which_it_was_written(
-    parts: tuple[Checkpointer, Writing, RecordingRankZero],
-) -> None:
+def test_it_is_committed_at_the_end_of_the_step_in_which_it_was_written(parts: Parts) -> None:
     checkpointer, backend, rank0 = parts
     assert checkpointer.save(3, in_background=True) is None
     assert checkpointer.poll() is None
@@ -114,9 +115,7 @@ def test_it_took_as_long_as_the_slowest_rank() -> None:
         assert next(iter(ranks.map(run, range(len(slowness))))) == 4.0
 
 
-def test_a_second_save_waits_for_the_first(
-    parts: tuple[Checkpointer, Writing, RecordingRankZero],
-) -> None:
+def test_a_second_save_waits_for_the_first(parts: Parts) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
@@ -138,9 +137,7 @@ def test_but_not_for_ever() -> None:
 SAVED = "the run is saved after step 3: continue with --resume"
 
 
-def test_before_a_run_fails_its_last_step_is_saved(
-    parts: tuple[Checkpointer, Writing, RecordingRankZero],
-) -> None:
+def test_before_a_run_fails_its_last_step_is_saved(parts: Parts) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(2, in_background=False)
     assert checkpointer.save_before_failing(3) == SAVED
@@ -149,9 +146,7 @@ def test_before_a_run_fails_its_last_step_is_saved(
     assert backend.calls == ["save", "save"], "once is enough"
 
 
-def test_before_a_run_fails_the_checkpoint_in_the_background_is_committed(
-    parts: tuple[Checkpointer, Writing, RecordingRankZero],
-) -> None:
+def test_before_a_run_fails_the_checkpoint_in_the_background_is_committed(parts: Parts) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
@@ -159,9 +154,7 @@ def test_before_a_run_fails_the_checkpoint_in_the_background_is_committed(
     assert (rank0.begun, rank0.committed) == ([3], [3])
 
 
-def test_a_run_that_trained_nothing_has_nothing_to_save(
-    parts: tuple[Checkpointer, Writing, RecordingRankZero],
-) -> None:
+def test_a_run_that_trained_nothing_has_nothing_to_save(parts: Parts) -> None:
     checkpointer, backend, rank0 = parts
     assert checkpointer.save_before_failing(0) == "no step was trained yet"
     checkpointer.newest = 3  # as after a resume

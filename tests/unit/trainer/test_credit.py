@@ -165,15 +165,6 @@ def test_age_is_counted_from_the_policy_that_is_trained_not_from_the_newest_samp
     assert torch.equal(got > 0, batch.versions.each() == 5)
 
 
-def test_a_batch_that_does_not_know_its_policy_is_refused() -> None:
-    batch = make_batch()
-    batch.version = None
-    with pytest.raises(
-        ValueError, match=r"algorithm.correction.max_staleness counts from batch.version"
-    ):
-        weights(batch, correction={"max_staleness": 1})
-
-
 def test_routing_replay_needs_the_pass_that_records() -> None:
     plain = {"estimator": {"name": "grpo"}}
     assert not make_credit(plain).passes.policy

@@ -144,21 +144,6 @@ def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
         assert not torch.allclose(plain, unbiased)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "field", "key"),
-    [
-        ({"kl": {"loss_coef": 0.1}}, "ref_logprobs", "algorithm.kl.loss_coef"),
-        ({"entropy_coef": 0.1}, "entropy", "algorithm.entropy_coef"),
-        ({"correction": {"name": "tis"}}, "rollout_logprobs", "algorithm.correction"),
-    ],
-)
-def test_a_term_without_its_input_names_the_key(
-    algorithm: dict[str, Any], field: str, key: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"\({key}\), but the inputs have no {field}"):
-        objective(**algorithm)(make_inputs(**{field: None}))
-
-
 def test_every_metric_of_the_objective_is_one_that_is_published() -> None:
     out = objective(**BESIDE, correction={"name": "tis"})(make_inputs())
     assert out.metrics.keys() <= REDUCTIONS.keys()

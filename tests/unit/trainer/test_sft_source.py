@@ -39,6 +39,12 @@ def trained_text(sample, tokenizer) -> str:
     return tokenizer.decode(sample.tokens[sample.loss_mask == 1])
 
 
+def trained_alone(path: str, tokenizer, **data) -> str:
+    """The text that the first row of a file is trained on."""
+    source = SFTSource(make_config(path, batch_size=1, **data), tokenizer)
+    return trained_text(source.next_step(1).samples[0], tokenizer)
+
+
 def test_label_and_eos_are_trained(additions, tokenizer):
     samples = SFTSource(make_config(additions, shuffle=False), tokenizer).next_step(1).samples
     assert len(samples) == 4
@@ -52,12 +58,7 @@ def test_label_and_eos_are_trained(additions, tokenizer):
 
 
 def test_without_eos_only_the_label_is_trained(additions, tokenizer):
-    samples = (
-        SFTSource(make_config(additions, shuffle=False, add_eos=False), tokenizer)
-        .next_step(1)
-        .samples
-    )
-    assert [trained_text(s, tokenizer) for s in samples] == ["0", "2", "4", "6"]
+    assert trained_alone(additions, tokenizer, shuffle=False, add_eos=False) == "0"
 
 
 def test_a_text_label_becomes_the_assistants_message(write_rows, chat_tokenizer):
@@ -70,11 +71,8 @@ def test_a_text_label_becomes_the_assistants_message(write_rows, chat_tokenizer)
 
 def test_the_last_assistant_message_is_the_label_without_label_key(write_rows, chat_tokenizer):
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
-    source = SFTSource(
-        make_config(write_rows([{"prompt": messages}]), batch_size=1, label_key=None),
-        chat_tokenizer,
-    )
-    assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == "3<eos>"
+    path = write_rows([{"prompt": messages}])
+    assert trained_alone(path, chat_tokenizer, label_key=None) == "3<eos>"
 
 
 @pytest.mark.parametrize("label", [None, 7, "", ["3"]])
@@ -182,8 +180,7 @@ def test_every_turn_of_the_assistant_is_trained(write_rows, chat_tokenizer):
 )
 def test_which_turns_and_ends_are_trained(write_rows, chat_tokenizer, data, trained):
     path = write_rows([{"messages": chat("1+2", "3", "3+4", "7")}])
-    source = SFTSource(make_config(path, batch_size=1, **data), chat_tokenizer)
-    assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == trained
+    assert trained_alone(path, chat_tokenizer, **data) == trained
 
 
 # like Qwen3's, which shows the thoughts of the last turn alone
@@ -274,8 +271,7 @@ def test_the_loss_counts_a_row_once_however_many_sequences_it_has(
 def test_a_completion_of_messages_is_the_label(write_rows, chat_tokenizer):
     """The conversational prompt-completion rows of TRL."""
     row = {"prompt": chat("1+2"), "completion": [{"role": "assistant", "content": "3"}]}
-    source = SFTSource(make_config(write_rows([row]), batch_size=1), chat_tokenizer)
-    assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == "3<eos>"
+    assert trained_alone(write_rows([row]), chat_tokenizer) == "3<eos>"
 
 
 def test_a_call_of_a_tool_is_an_answer(write_rows, tokenizer):
@@ -294,5 +290,4 @@ def test_a_call_of_a_tool_is_an_answer(write_rows, tokenizer):
             {"role": "assistant", "content": None, "tool_calls": [call, call]},
         ]
     }
-    source = SFTSource(make_config(write_rows([row]), batch_size=1), tokenizer)
-    assert trained_text(source.next_step(1).samples[0], tokenizer) == "3+4<eos>3+43+4<eos>"
+    assert trained_alone(write_rows([row]), tokenizer) == "3+4<eos>3+43+4<eos>"
