@@ -5,7 +5,7 @@ The tests in tests/parity compare the estimates with real tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, isqrt
 
@@ -14,38 +14,39 @@ from rlcore.planning.shape import ModelShape
 
 
 def training_bytes(
-    shape: ModelShape, layout: Layout, load: Load, stage: int, *, lm_head: bool = True
+    shape: ModelShape,
+    layout: Layout,
+    load: Load,
+    stage: int,
+    *,
+    lm_head: bool = True,
+    transient: bool = True,
 ) -> int:
     """Return the most that forward and backward passes hold at once besides the model's state.
 
-    The head is finished before the layers run backward, so its own peak comes first.
+    Args:
+        transient: count tensors that exist only inside a layer, the embedding or the head, besides
+            those that the forward passes in flight save for the backward pass.
     """
-    saved, backward = _of_chunks(shape, layout, load, stage)
-    if stage == 0:
-        backward[0] = max(backward[0], _embedding_bytes(shape, layout, load))
+    saved, backward = _of_chunks(shape, layout, load, stage, transient)
+    if transient and stage == 0:
+        # After the layers have run backward, the gradient of the embedding's weight exists whole in
+        # the model's dtype before it is added to fp32's; the gradient of its output is gathered.
+        rows = _vocabulary(shape, layout, load) + load.tokens / layout.context
+        backward[0] = max(backward[0], load.dtype_bytes * shape.hidden * rows)
     if stage == layout.pipeline - 1:
+        # The head is finished before the layers run backward, so its peak comes first.
         head = _head_bytes(shape, layout, load)
-        head += head_peak_bytes(shape, layout, load) if lm_head else 0
+        head += head_peak_bytes(shape, layout, load) if transient and lm_head else 0
         backward[-1] = max(backward[-1], saved[-1] + head)
-    return _most(saved, backward, layout, load, stage)
-
-
-def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
-    """Return what the forward passes in flight save for the backward pass, the head included."""
-    saved, backward = _of_chunks(shape, layout, load, stage, inside=False)
-    # Recomputed parts of a layer exist while it runs backward; the head's part is gone by then.
-    if stage == layout.pipeline - 1:
-        backward[-1] = max(backward[-1], saved[-1] + _head_bytes(shape, layout, load))
-    return _most(saved, backward, layout, load, stage)
-
-
-def gather_buffer_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
-    """Return the memory that Megatron keeps for the gathers of sequence parallelism.
-
-    All layers use it in turn.
-    """
-    shared = layout.sequence and layout.tensor > 1
-    return round(load.dtype_bytes * load.tokens / layout.context * shape.hidden) if shared else 0
+    return round(
+        max(
+            sum(packs * size for packs, size in zip(in_flight, saved))
+            + backward[chunk]
+            - saved[chunk]
+            for in_flight, chunk in _passes(layout, load.micro_batches, stage)
+        )
+    )
 
 
 def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
@@ -59,9 +60,8 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
     moments = [b * t * max(3 * width, width + shape.hidden) + residual]
     if shape.moe_layers:
         rows = s * shape.topk * layout.expert_tensor * load.routing_skew
-        moments.append(
-            b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load) + residual
-        )
+        experts = b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load)
+        moments.append(experts + residual)
     if stage == layout.pipeline - 1:
         # Hidden states gathered for the head, its rows, and the tiles.
         tiles = (8 + b * (b < 4)) * load.chunk_elements
@@ -76,6 +76,10 @@ def _rows(layout: Layout, load: Load) -> tuple[float, float]:
     return t, t / layout.tensor if layout.sequence else t
 
 
+def _vocabulary(shape: ModelShape, layout: Layout, load: Load) -> int:
+    return padded_vocab_size(shape.vocab, load.vocab_multiple, layout.tensor) // layout.tensor
+
+
 def _targets(layout: Layout, load: Load) -> float:
     """Return the targets on the context-parallel rank that has most, at the end of a pack's tokens.
 
@@ -86,25 +90,6 @@ def _targets(layout: Layout, load: Load) -> float:
     parts = [min(max(k + 1 - prompt, 0.0), 1.0) for k in range(chunks)]
     most = max(parts[k] + parts[chunks - 1 - k] for k in range(layout.context))
     return most * load.tokens / chunks
-
-
-def _most(
-    saved: Sequence[float], backward: Sequence[float], layout: Layout, load: Load, stage: int
-) -> int:
-    """Return the most that a stage's chunks hold at once.
-
-    Args:
-        saved: the bytes that each chunk keeps of one pack.
-        backward: the most that each chunk holds while a pack runs backward.
-    """
-    return round(
-        max(
-            sum(packs * size for packs, size in zip(in_flight, saved))
-            + backward[chunk]
-            - saved[chunk]
-            for in_flight, chunk in _passes(layout, load.micro_batches, stage)
-        )
-    )
 
 
 def _passes(layout: Layout, micro_batches: int, stage: int) -> Iterator[tuple[list[int], int]]:
@@ -143,40 +128,33 @@ def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> i
 
 
 def _of_chunks(
-    shape: ModelShape, layout: Layout, load: Load, stage: int, *, inside: bool = True
+    shape: ModelShape, layout: Layout, load: Load, stage: int, transient: bool
 ) -> tuple[list[float], list[float]]:
-    """Return what each chunk's layers keep of one pack, and the most that they hold backward.
-
-    Args:
-        inside: count tensors that exist only inside a layer.
-    """
-    sizes = [_chunk_bytes(here, layout, load, inside) for here in layout.chunks(shape, stage)]
-    return [saved for saved, _ in sizes], [backward for _, backward in sizes]
-
-
-def _chunk_bytes(here: ModelShape, layout: Layout, load: Load, inside: bool) -> tuple[float, float]:
+    """Return what each chunk's layers keep of one pack, and the most that they hold backward."""
     # A rank's chunks share sine and cosine in fp32.
-    rotary = 4 * load.tokens / layout.context * here.head_dim
-    saved = most = rotary / layout.virtual_pipeline
-    layers = {
-        kind: replace(here, layers=1, expert_layers=(kind,))
-        for kind in {*here.expert_layers} or {False}
-    }
-    kinds = here.expert_layers or (False,) * here.layers
-    for indices, recompute in _runs(layout, here.layers):
-        run = [layers[kinds[k]] for k in indices]
-        kept = [_layer_bytes(layer, layout, load, recompute) for layer in run]
-        more = sum(_layer_bytes(layer, layout, load, "none") for layer in run)
-        if recompute == "full":
-            # The run keeps the input of its first layer; all its layers exist again at once.
-            kept = kept[:1]
-        else:
-            more -= sum(kept)
-        if inside:
-            more += max(_transient_bytes(layer, layout, load) for layer in run)
-        saved += sum(kept)
-        most = max(most, saved + more)
-    return saved, most
+    rotary = 4 * load.tokens / layout.context * shape.head_dim / layout.virtual_pipeline
+    saved = []
+    backward = []
+    for chunk in layout.chunks(shape, stage):
+        total = most = rotary
+        layers = {kind: replace(chunk, layers=1, expert_layers=(kind,)) for kind in (False, True)}
+        kinds = chunk.expert_layers or (False,) * chunk.layers
+        for indices, recompute in _runs(layout, chunk.layers):
+            run = [layers[kinds[k]] for k in indices]
+            kept = [_layer_bytes(layer, layout, load, recompute) for layer in run]
+            more = sum(_layer_bytes(layer, layout, load, "none") for layer in run)
+            if recompute == "full":
+                # The run keeps the input of its first layer; all its layers exist again at once.
+                kept = kept[:1]
+            else:
+                more -= sum(kept)
+            if transient:
+                more += max(_transient_bytes(layer, layout, load) for layer in run)
+            total += sum(kept)
+            most = max(most, total + more)
+        saved.append(total)
+        backward.append(most)
+    return saved, backward
 
 
 def _runs(layout: Layout, layers: int) -> Iterator[tuple[range, Recompute]]:
@@ -189,61 +167,33 @@ def _runs(layout: Layout, layers: int) -> Iterator[tuple[range, Recompute]]:
         yield range(begin, end), "none" if is_kept else layout.recompute
 
 
-def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what the embedding's backward pass holds, after the layers have run backward.
-
-    The gradient of its weight exists whole in the model's dtype before it is added to fp32's; the
-    gradient of its output is gathered.
-    """
-    vocabulary = padded_vocab_size(shape.vocab, load.vocab_multiple, layout.tensor) / layout.tensor
-    return load.dtype_bytes * shape.hidden * (vocabulary + load.tokens / layout.context)
-
-
 def _transient_bytes(layer: ModelShape, layout: Layout, load: Load) -> float:
     """Return the peak of tensors that exist only inside a layer, besides what it saves."""
     if layer.moe_layers:
         return _experts_transient_bytes(layer, layout, load)
-    return max(
-        _mlp_transient_bytes(layer, layout, load), _mlp_gradient_bytes(layer, layout, load), 0.0
-    )
-
-
-def _mlp_gradient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what the backward pass of an MLP's first product holds, which matters in small packs.
-
-    The gradient of its weight is in the model's dtype before it is added to fp32's. By then
-    SwiGLU's saved rows are freed, except the gradient of its input.
-    """
-    t = load.tokens / layout.context
-    width = shape.ffn / layout.tensor
-    return load.dtype_bytes * (2 * width * shape.hidden + t * shape.hidden - t * width)
-
-
-def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what SwiGLU's backward pass holds.
-
-    It computes the gradient of its input, which is twice as wide as its output, and two products
-    from the gradient of its output, which is freed by then. The layer's residual stream is not
-    freed, and its gradient exists twice.
-    """
     t, s = _rows(layout, load)
-    return load.dtype_bytes * (4 * t * shape.ffn / layout.tensor + 2 * s * shape.hidden)
+    width = layer.ffn / layout.tensor
+    # SwiGLU's backward pass computes the gradient of its input, which is twice as wide as its
+    # output, and two products from the gradient of its output, which is freed by then. The layer's
+    # residual stream is not freed, and its gradient exists twice.
+    swiglu = 4 * t * width + 2 * s * layer.hidden
+    # In small packs the first product counts: the gradient of its weight is in the model's dtype
+    # before it is added to fp32's, when SwiGLU's saved rows are freed but for its input's gradient.
+    product = 2 * width * layer.hidden + t * layer.hidden - t * width
+    return load.dtype_bytes * max(swiglu, product)
 
 
 def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what the forward pass of a layer of experts holds besides what it saves.
-
-    The rows before and after the exchange live until the layer ends. If a rank has several experts,
-    the rows are sorted, and the experts' outputs exist twice: one by one and joined, then joined
-    and in token order.
-    """
+    """Return what the forward pass of a layer of experts holds besides what it saves."""
     _, s = _rows(layout, load)
     sent = s * shape.topk
     received = sent * load.routing_skew if layout.expert > 1 else sent
-    at_experts = received * layout.expert_tensor
+    # The rows before and after the exchange live until the layer ends.
     rows = sent + (received if layout.expert > 1 else 0.0)
-    # With one expert per rank the received rows are the saved ones; only the returned are new.
-    rows += 2 * at_experts if shape.experts > layout.expert else sent
+    # Of several experts on a rank, the rows are sorted and the outputs exist twice: one by one and
+    # joined, then joined and in token order. Of one, only the returned rows are new.
+    several = shape.experts > layout.expert
+    rows += 2 * received * layout.expert_tensor if several else sent
     return load.dtype_bytes * rows * shape.hidden
 
 
@@ -256,7 +206,7 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     """
     b = load.dtype_bytes
     hidden = shape.hidden
-    vocabulary = padded_vocab_size(shape.vocab, load.vocab_multiple, layout.tensor) // layout.tensor
+    vocabulary = _vocabulary(shape, layout, load)
     rows = max(1, round(_targets(layout, load)))
     width = max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1)
     width = min(width - (width % 128 if width > 128 else 0), vocabulary)
@@ -295,7 +245,9 @@ def _attention_bytes(
     d = shape.head_dim
     query = shape.heads * d / tp
     keys = shape.groups * d / tp
-    repeated = load.repeats_keys and shape.heads > shape.groups and not again
+    # In fp32 on CUDA, keys and values are copied to all query heads.
+    copies_keys = b == 4 and not load.composed_norm
+    repeated = copies_keys and shape.heads > shape.groups and not again
     # The projection; `value` is a view of it, unless it is copied.
     total = b * t * (query + 2 * keys) * (shape.qk_norm or not repeated)
     if shape.heads > shape.groups > tp and (shape.qk_norm or again):
@@ -330,32 +282,23 @@ def _normalised(elements: float, load: Load) -> float:
 
 
 def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
-    """Return the bytes that a layer's experts keep, for evenly routed tokens.
-
-    These are the rows gathered by expert, before and after SwiGLU and weighted, and the router's
-    logits and probabilities.
-    """
+    """Return the bytes that a layer's experts keep, for evenly routed tokens."""
     b = load.dtype_bytes
+    # The rows gathered by expert, before and after SwiGLU, and weighted.
     rows = s * shape.topk * layout.expert_tensor * load.routing_skew
-    routed = (
-        rows * (shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor) + s * shape.hidden
-    ) * b
-    shared = (
-        s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
-    )
+    width = shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor
+    routed = (rows * width + s * shape.hidden) * b
+    t = s * (layout.tensor if layout.sequence else 1)
+    shared = t * 3 * shape.shared_ffn / layout.tensor * b
     # The output that the gate multiplies.
     shared += s * shape.hidden * b * shape.shared_gate
+    # The router's logits and probabilities.
     return routed + shared + s * shape.experts * (4 + 4 + 1)
 
 
 def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     """Return the bytes of the last norm's input and output, and of three numbers a row."""
-    t = load.tokens / layout.context
+    _, s = _rows(layout, load)
     rows = _targets(layout, load)
-    s = t / layout.tensor if layout.sequence else t
-    return (
-        load.dtype_bytes * shape.hidden * (s + rows)
-        + 4 * s
-        + _normalised(s * shape.hidden, load)
-        + 4 * 4 * rows
-    )
+    total = load.dtype_bytes * shape.hidden * (s + rows) + 4 * s
+    return total + _normalised(s * shape.hidden, load) + 4 * 4 * rows

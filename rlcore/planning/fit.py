@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from rlcore.planning.activations import gather_buffer_bytes, scoring_bytes, training_bytes
+from rlcore.planning.activations import scoring_bytes, training_bytes
 from rlcore.planning.devices import GPUS_PER_NODE, Gpu
-from rlcore.planning.job import Job, Trained
+from rlcore.planning.job import Frozen, Job, Trained
 from rlcore.planning.memory import (
     Layout,
     Load,
@@ -80,16 +80,18 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
     # A checkpoint needs all trained weights and optimizers at once, so it is a phase of its own.
     phases: dict[str, int] = {"checkpoint": 0}
     b = load.dtype_bytes
-    shapes = [*(model.shape for model in job.trained), *(model.shape for model in job.frozen)]
-    if gathers := max(gather_buffer_bytes(shape, layout, load) for shape in shapes):
-        resident["gathers of sequence parallelism"] = gathers
+    if layout.sequence and layout.tensor > 1:
+        # Megatron keeps a buffer for the gathers, which all layers use in turn.
+        models: list[Trained | Frozen] = [*job.trained, *job.frozen]
+        width = max(model.shape.hidden for model in models)
+        resident["gathers of sequence parallelism"] = round(
+            b * load.tokens / layout.context * width
+        )
     for model in job.trained:
         weights = model_weights(model, layout, load, stage)
         own = b * weights.total + gradient_bytes(weights)
-        own_layout = layout
-        if model.distributed is not None:
-            own_layout = replace(layout, distributed=model.distributed)
-        state = optimizer_bytes(weights, own_layout, dtype_bytes=b)
+        distributed = layout.distributed if model.distributed is None else model.distributed
+        state = optimizer_bytes(weights, replace(layout, distributed=distributed), dtype_bytes=b)
         activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:
@@ -104,9 +106,7 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
         phases[f"{model.name} forward and backward"] = away + activations
         phases[f"{model.name} optimizer step"] = away + stepping
     for other in job.frozen:
-        size = (
-            b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
-        )
+        size = b * model_weights(Trained("", other.shape), layout, load, stage).total
         phases[f"{other.name} pass"] = scoring_bytes(other.shape, layout, load, stage)
         if not other.offload:
             resident[f"{other.name} weights"] = size
@@ -117,8 +117,9 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
 
 def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Weights:
     """Return the parameters of a trained model on a rank of a stage."""
+    multiple = load.vocab_multiple
     return rank_weights(
-        model.shape, layout, stage, vocab_multiple=load.vocab_multiple, value_head=model.value_head
+        model.shape, layout, stage, vocab_multiple=multiple, value_head=model.value_head
     )
 
 
@@ -155,26 +156,25 @@ def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
 
     The rank is on the first or last stage, which share tied embeddings.
     """
-    tp = layout.tensor
-    pp = layout.pipeline
+    experts = layout.expert * layout.expert_tensor
     sizes = {
-        "tensor": tp,
-        "pipeline": pp,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
         "context": layout.context,
         "data and context": layout.data * layout.context,
-        "embeddings": 2 if tied and pp > 1 else 1,
+        "embeddings": 2 if tied and layout.pipeline > 1 else 1,
     }
     if moe:
         sizes["expert"] = layout.expert
         sizes["expert tensor"] = layout.expert_tensor
-        sizes["expert and its tensor"] = layout.expert * layout.expert_tensor
+        sizes["expert and its tensor"] = experts
         sizes["expert data"] = layout.expert_data
     # The group for the norm of the gradient.
     if layout.distributed:
         sizes["whole optimizer"] = layout.gpus
     else:
-        sizes["model"] = tp * pp
-        sizes["model with experts"] = layout.expert * layout.expert_tensor * pp if moe else 1
+        sizes["model"] = layout.tensor * layout.pipeline
+        sizes["model with experts"] = experts * layout.pipeline if moe else 1
     return {name: size for name, size in sizes.items() if size > 1}
 
 
@@ -205,7 +205,7 @@ def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> 
     Args:
         admits: whether the model and the backend accept a layout.
     """
-    judged = [judge(layout, job, gpu) for layout in _layouts(gpus, job) if admits(layout)]
+    judged = (judge(layout, job, gpu) for layout in _layouts(gpus, job) if admits(layout))
     return sorted(judged, key=by_time)
 
 

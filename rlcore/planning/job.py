@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlcore.planning.memory import Layout, Load
+from rlcore.planning.memory import Layout, Load, rank_weights
 from rlcore.planning.publication import Publication
 from rlcore.planning.shape import ModelShape
 
@@ -28,10 +28,7 @@ class Trained:
     @property
     def parameters(self) -> int:
         """All weights; a value head [H] replaces the LM head."""
-        shape = self.shape
-        if not self.value_head:
-            return shape.parameters
-        return shape.parameters + shape.hidden - (0 if shape.tied else shape.vocab * shape.hidden)
+        return rank_weights(self.shape, Layout(), 0, value_head=self.value_head).total
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,12 @@ class Job:
             chunk_elements=self.chunk_elements,
         )
 
+    def micro_batches(self, layout: Layout) -> int:
+        """Return the number of micro-batches of each replica, with sequences of one length."""
+        packs = -(-max(1, -(-self.sequences // layout.data)) // self.in_pack)
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        return -(-packs // multiple) * multiple
+
     @property
     def prompt(self) -> int:
         """The tokens of a sequence that it may share with others."""
@@ -134,9 +137,3 @@ class Job:
         """The number of whole groups in a pack, and of sequences of one further, cut group."""
         groups, rest = divmod(self.pack_tokens, self.prompt + self.siblings * self.trainable)
         return groups, max(0, (rest - self.prompt) // self.trainable)
-
-    def micro_batches(self, layout: Layout) -> int:
-        """Return the number of micro-batches of each replica, with sequences of one length."""
-        packs = -(-max(1, -(-self.sequences // layout.data)) // self.in_pack)
-        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-        return -(-packs // multiple) * multiple

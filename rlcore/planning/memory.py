@@ -8,16 +8,9 @@ from typing import Literal
 from rlcore.planning.shape import ModelShape
 
 Recompute = Literal[
-    "none",
-    "core_attn",
-    "mlp",
-    "moe",
-    "core_attn+mlp",
-    "core_attn+moe",
-    "mlp+moe",
-    "core_attn+mlp+moe",
-    "full",
-]
+    "none", "core_attn", "mlp", "moe", "core_attn+mlp", "core_attn+moe", "mlp+moe",
+    "core_attn+mlp+moe", "full",
+]  # fmt: skip
 RecomputeMethod = Literal["uniform", "block"]
 
 
@@ -100,11 +93,6 @@ class Load:
     composed_norm: bool = False
     routing_skew: float = 1.0  # tokens of the rank's experts / an even share
 
-    @property
-    def repeats_keys(self) -> bool:
-        """Whether keys and values are copied to all query heads, as in fp32 on CUDA."""
-        return self.dtype_bytes == 4 and not self.composed_norm
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -132,11 +120,10 @@ def rank_weights(
     A critic has a value head [H] on every tensor-parallel rank instead of an LM head.
     """
     here = layout.of_stage(shape, stage)
-    layers = here.layers
     moe = here.moe_layers
     tp = layout.tensor
-    dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
-    dense += moe * (shape.shared / tp + shape.router)
+    dense = here.layers * (shape.attention / tp + shape.norms)
+    dense += (here.layers - moe) * shape.mlp / tp + moe * (shape.shared / tp + shape.router)
     vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, tp) * shape.hidden / tp
     first = stage == 0
     last = stage == layout.pipeline - 1
@@ -168,7 +155,5 @@ def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> in
     each = 8 + (4 if dtype_bytes < 4 else 0)
     if not layout.distributed:
         return each * weights.total
-    return round(
-        each
-        * (weights.dense / (layout.data * layout.context) + weights.expert / layout.expert_data)
-    )
+    dense = weights.dense / (layout.data * layout.context)
+    return round(each * (dense + weights.expert / layout.expert_data))

@@ -18,28 +18,24 @@ SHOWN = 8
 
 def describe(layout: Layout) -> str:
     """Name a layout: "TP 2 x DP 4, SP, distributed optimizer"."""
-    sizes = [
-        ("TP", layout.tensor),
-        ("PP", layout.pipeline),
-        ("VPP", layout.virtual_pipeline),
-        ("CP", layout.context),
-        ("EP", layout.expert),
-        ("ETP", layout.expert_tensor),
-        ("DP", layout.data),
-    ]
+    sizes = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline,
+        "CP": layout.context,
+        "EP": layout.expert,
+        "ETP": layout.expert_tensor,
+        "DP": layout.data,
+    }
     # Only a layout with its own ETP has to name it.
     own = layout.expert_tensor != layout.tensor
-    text = (
-        " x ".join(f"{name} {size}" for name, size in sizes if (own if name == "ETP" else size > 1))
-        or "1 GPU"
-    )
+    named = [f"{k} {size}" for k, size in sizes.items() if (own if k == "ETP" else size > 1)]
     extras = ["SP"] * layout.sequence + ["distributed optimizer"] * layout.distributed
     if layout.recompute != "none":
         method = f"{layout.recompute_method} {layout.recompute_layers}"
-        extras.append(
-            f"recompute {layout.recompute}" + (f" ({method})" if method != "uniform 1" else "")
-        )
-    return ", ".join([text, *extras])
+        suffix = f" ({method})" if method != "uniform 1" else ""
+        extras.append(f"recompute {layout.recompute}{suffix}")
+    return ", ".join([" x ".join(named) or "1 GPU", *extras])
 
 
 def report(
@@ -77,59 +73,51 @@ def report(
     if isinstance(own, str):
         yield f"  refused: {own}"
     else:
-        yield f"  {describe(own.layout)}: " + _verdict(own, capacity)
+        peak = gib(own.needs.peak)
+        limit = gib(usable(capacity))
+        verdict = f"does NOT fit, {peak} where {limit} can be used"
+        if own.fits(capacity):
+            seconds = own.time.total
+            verdict = f"fits, {peak} of {limit}; about {seconds:.1f} s an optimizer step"
+        yield f"  {describe(own.layout)}: {verdict}"
         yield from (f"    {line}" for line in breakdown(own, job, capacity))
     yield ""
     fitting = [option for option in found if option.fits(capacity)]
     if not fitting:
         yield from nearest(found, capacity)
         return
-    yield (
-        f"Layouts that fit, by estimated time of an optimizer step ({len(fitting)} of"
-        f" {len(found)}):"
-    )
+    counts = f"{len(fitting)} of {len(found)}"
+    yield f"Layouts that fit, by estimated time of an optimizer step ({counts}):"
     yield "    time   peak of the fullest rank   layout"
-    for option in distinct(fitting)[:SHOWN]:
-        mark = "*" if not isinstance(own, str) and option.layout == own.layout else " "
-        yield (
-            f" {mark} {option.time.total:6.1f} s   {gib(option.needs.peak):>10}  "
-            f" {describe(option.layout)}"
-        )
-    yield "Times are estimates for ranking: docs/planning.md."
-
-
-def distinct(options: Sequence[Option]) -> list[Option]:
-    """Keep the first of the options that differ only in what they recompute."""
+    # Of options that differ only in what they recompute, the fastest is shown.
     first: dict[Layout, Option] = {}
-    for option in options:
+    for option in fitting:
         first.setdefault(replace(option.layout, recompute="none"), option)
-    return list(first.values())
+    for option in [*first.values()][:SHOWN]:
+        mark = "*" if not isinstance(own, str) and option.layout == own.layout else " "
+        size = f"{gib(option.needs.peak):>10}"
+        yield f" {mark} {option.time.total:6.1f} s   {size}   {describe(option.layout)}"
+    yield "Times are estimates for ranking: docs/planning.md."
 
 
 def breakdown(option: Option, job: Job, capacity: int) -> Iterator[str]:
     """Yield the parts of the fullest rank's memory and of the time, then facts beyond a step."""
     needs = option.needs
+    published = job.publication
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
-    if job.publication is not None:
-        yield _engine(option, job.shape, job.publication, capacity)
-    yield "time: " + ", ".join(
-        f"{part} {seconds:.1f} s"
-        for part, seconds in asdict(option.time).items()
-        if seconds >= 0.05
-    )
-    if job.publication is not None:
-        yield _publication(job.publication)
+    if published is not None:
+        yield _engine(option, job.shape, published, capacity)
+    times = asdict(option.time).items()
+    yield "time: " + ", ".join(f"{part} {s:.1f} s" for part, s in times if s >= 0.05)
+    if published is not None:
+        yield (
+            f"a publication: {gib(published.num_bytes)} in {len(published.buckets)} buckets of at"
+            f" most {gib(max(published.buckets))} to {published.engines}"
+            f" engine{'s' * (published.engines > 1)}"
+        )
     yield f"a checkpoint: {gib(job.checkpoint_bytes)} on disk"
-
-
-def _publication(published: Publication) -> str:
-    number = f"{published.engines} engine{'s' * (published.engines > 1)}"
-    return (
-        f"a publication: {gib(published.num_bytes)} in {len(published.buckets)} buckets of at most"
-        f" {gib(max(published.buckets))} to {number}"
-    )
 
 
 def _engine(option: Option, shape: ModelShape, published: Publication, capacity: int) -> str:
@@ -168,29 +156,17 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
     resident = best.needs.resident
     phase = max(best.needs.phases.values())
-    advice = [
-        (
-            f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true",
+    advice = {}
+    for name, size in resident.items():
+        model, _, part = name.partition(" ")
+        if part == "optimizer" or (model != "policy" and part == "weights"):
+            key = f"{model}.{'optimizer.' * (part == 'optimizer')}offload=true"
             # The model needs this memory in a phase of its own instead.
-            min(size, phase),
-        )
-        for name, size in resident.items()
-        if name.endswith("optimizer") or (name.split()[0] != "policy" and name.endswith("weights"))
-    ]
-    for key, size in sorted(advice, key=lambda pair: -pair[1]):
+            advice[key] = min(size, phase)
+    for key, size in sorted(advice.items(), key=lambda pair: -pair[1]):
         if size > 0:
             yield f"  {key} lowers the peak by {gib(size)}"
     factor = ceil(100 * best.needs.peak / usable(capacity)) / 100
     yield f"  about {factor:.2f} times the GPUs, or GPUs of {gib(best.needs.peak / (1 - RESERVED))}"
     if best.needs.largest_phase.endswith("backward"):
         yield "  a smaller policy.max_tokens_per_microbatch"
-
-
-def _verdict(option: Option, capacity: int) -> str:
-    peak = option.needs.peak
-    limit = usable(capacity)
-    if peak <= limit:
-        return (
-            f"fits, {gib(peak)} of {gib(limit)}; about {option.time.total:.1f} s an optimizer step"
-        )
-    return f"does NOT fit, {gib(peak)} where {gib(limit)} can be used"

@@ -51,7 +51,7 @@ class ModelShape:
         layers = int(fields["num_layers"])
         experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
-        has_experts = [bool(every[k]) if isinstance(every, list) else True for k in range(layers)]
+        has_experts = map(bool, every if isinstance(every, list) else [True] * layers)
         return cls(
             layers=layers,
             hidden=int(fields["hidden_size"]),
@@ -68,7 +68,7 @@ class ModelShape:
             expert_ffn=int(fields.get("moe_ffn_hidden_size") or 0),
             shared_ffn=int(fields.get("moe_shared_expert_intermediate_size") or 0),
             shared_gate=bool(fields.get("moe_shared_expert_gate")),
-            expert_layers=tuple(has_experts) if experts else (),
+            expert_layers=tuple(has_experts)[:layers] if experts else (),
             latent=latent,
         )
 
@@ -154,20 +154,12 @@ class ModelShape:
         Nothing is counted twice: the layers at every token, causal attention inside each sequence,
         the LM head at trainable positions only.
         """
-        tokens = 0
-        squares = 0
-        for length in lengths:
-            tokens += length
-            squares += length * length
-        return self.layer_flops(tokens, squares) + 2.0 * trainable * self.vocab * self.hidden
+        known = list(lengths)
+        layers = self.layer_flops(sum(known), sum(length * length for length in known))
+        return layers + 2.0 * trainable * self.vocab * self.hidden
 
     def layer_flops(self, tokens: int, squares: int) -> float:
-        """Count the forward FLOPs of the layers alone.
-
-        Args:
-            tokens: the number of tokens of all sequences.
-            squares: the sum of their squared lengths.
-        """
+        """Count the forward FLOPs of the layers, from sums of lengths and of their squares."""
         return 2.0 * tokens * self.layer_matrices + self.cost.quadratic * squares
 
     @property

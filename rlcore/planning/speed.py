@@ -5,7 +5,7 @@ docs/planning.md has the model. It assumes no overlap of communication and arith
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from math import ceil
 
@@ -36,7 +36,7 @@ class StepTime:
 def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
     """Estimate the time of one optimizer step, with the scoring passes before it."""
 
-    def seconds(sent: Iterator[tuple[float, int, int]]) -> float:
+    def seconds(sent: Iterable[tuple[float, int, int]]) -> float:
         """Return the time of rings that gather or scatter (bytes, ranks, span of GPUs)."""
         return sum(
             num_bytes * (ranks - 1) / ranks / (_bandwidth(gpu, span) * BANDWIDTH)
@@ -46,10 +46,15 @@ def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
     arithmetic = _arithmetic(layout, job, gpu)
     in_layers = seconds(_sent_by_layers(layout, job))
     pp = layout.pipeline
-    bubble = (
-        (arithmetic + in_layers) * (pp - 1) / (job.micro_batches(layout) * layout.virtual_pipeline)
-    )
-    communication = in_layers + seconds(_sent_by_replicas(layout, job))
+    passes = job.micro_batches(layout) * layout.virtual_pipeline
+    bubble = (arithmetic + in_layers) * (pp - 1) / passes
+    weights = policy_weights(layout, job)
+    copies = layout.data * layout.context
+    # Replicas sum gradients and gather weights.
+    each = 4 + job.dtype_bytes if layout.distributed else 8
+    dense = (each * weights.dense, copies, layout.tensor * copies)
+    expert = (each * weights.expert, layout.expert_data, layout.gpus // pp)
+    communication = in_layers + seconds([dense, expert])
     if pp > 1:
         # Each sweep sends hidden states, or their gradients, to the next stage.
         sent = _rows(layout, job) * job.shape.hidden * job.dtype_bytes
@@ -65,9 +70,11 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
     tp = layout.tensor
     cp = layout.context
     tokens = job.tokens / layout.data / cp
-    layers = max(layout.stage_layers(shape, stage) for stage in range(layout.pipeline))
+    stages = range(layout.pipeline)
+    layers = max(layout.stage_layers(shape, stage) for stage in stages)
+    repeated = sum(here.layers for k in stages for here in layout.repeated(shape, k))
     # How many times the collectives of the layers run.
-    sweeps = 2.0 + job.scoring_passes + _repeated(shape, layout)
+    sweeps = 2.0 + job.scoring_passes + repeated / shape.layers
     # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
     # once more in the backward pass.
     yield layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
@@ -77,15 +84,6 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
     routings = 2 * (sweeps + ("moe" in layout.recompute))
     moe_layers = layers * shape.moe_layers / shape.layers
     yield moe_layers * routed * routings, layout.expert, layout.expert_tensor * layout.expert
-
-
-def _sent_by_replicas(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]]:
-    """Yield the exchanges between replicas: summed gradients and gathered weights."""
-    weights = policy_weights(layout, job)
-    copies = layout.data * layout.context
-    each = 4 + job.dtype_bytes if layout.distributed else 8
-    yield each * weights.dense, copies, layout.tensor * copies
-    yield each * weights.expert, layout.expert_data, layout.gpus // layout.pipeline
 
 
 def policy_weights(layout: Layout, job: Job) -> Weights:
@@ -104,10 +102,7 @@ def _rows(layout: Layout, job: Job) -> float:
 
 
 def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
-    """Return the time of the slowest stage: a large one, or the last one with the LM head.
-
-    The head recomputes its logits in the backward pass, whatever the layers recompute.
-    """
+    """Return the time of the slowest stage: a large one, or the last one with the LM head."""
     shape = job.shape
     head = 2.0 * job.sequences * job.trainable * shape.vocab * shape.hidden
     scoring = job.scoring_passes
@@ -119,6 +114,7 @@ def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
         of_layers = (whole - again) * job.sequences
         of_layers *= 3.0 + scoring + _recomputed(shape, layout, stage, job.length)
         of_layers /= fullness(here, layout, job.micro_tokens, gpu)
+        # The head recomputes its logits in the backward pass, whatever the layers recompute.
         return of_layers + head * (4.0 + scoring) * (stage == layout.pipeline - 1)
 
     slowest = max(map(of_stage, range(layout.pipeline)))
@@ -127,10 +123,14 @@ def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
 
 def fullness(shape: ModelShape, layout: Layout, micro_tokens: int, gpu: Gpu) -> float:
     """Return the share of multiprocessors that the matmuls keep busy; small matmuls leave gaps."""
-    products = list(_products(shape, layout, micro_tokens))
-    return sum(flops for _, _, flops in products) / sum(
-        flops / _wave_share(rows, width, gpu) for rows, width, flops in products
-    )
+    total = 0.0
+    time = 0.0
+    for rows, width, flops in _products(shape, layout, micro_tokens):
+        tiles = ceil(rows / TILE[0]) * ceil(width / TILE[1])
+        waves = ceil(tiles / gpu.multiprocessors)
+        total += flops
+        time += flops / (rows * width / (waves * gpu.multiprocessors * TILE[0] * TILE[1]))
+    return total / time
 
 
 def _products(
@@ -156,20 +156,8 @@ def _products(
         yield rows, shape.hidden, chosen
 
 
-def _wave_share(rows: float, width: float, gpu: Gpu) -> float:
-    tiles = ceil(rows / TILE[0]) * ceil(width / TILE[1])
-    waves = ceil(tiles / gpu.multiprocessors)
-    return rows * width / (waves * gpu.multiprocessors * TILE[0] * TILE[1])
-
-
 def _bandwidth(gpu: Gpu, span: int) -> float:
     return gpu.node_bandwidth if span <= GPUS_PER_NODE else gpu.network_bandwidth
-
-
-def _repeated(shape: ModelShape, layout: Layout) -> float:
-    """Return the share of layers that full recomputation repeats completely."""
-    stages = range(layout.pipeline)
-    return sum(here.layers for k in stages for here in layout.repeated(shape, k)) / shape.layers
 
 
 def _recomputed(shape: ModelShape, layout: Layout, stage: int, length: int) -> float:

@@ -17,7 +17,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.launch.commands.plan import configured_layout
-from rlcore.planning.activations import activation_bytes
+from rlcore.planning.activations import training_bytes
 from rlcore.planning.memory import Load, gradient_bytes, optimizer_bytes, rank_weights
 
 RANKS = Path(__file__).with_name("memory_ranks.py")
@@ -166,7 +166,7 @@ def planned(
         "parameters": b * weights.total,
         "gradients": gradient_bytes(weights),
         "optimizer": optimizer_bytes(weights, layout, dtype_bytes=b),
-        "activations": activation_bytes(arch.shape, layout, load, stage),
+        "activations": training_bytes(arch.shape, layout, load, stage, transient=False),
     }
 
 

@@ -21,6 +21,7 @@ from rlcore.planning.shape import ModelShape
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 DENSE = ModelShape(layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256)
+WHOLE = "policy.optimizer.distributed=false"
 # Megatron's name of each group
 NAMES = {
     "tensor": "tensor_model_parallel_group",
@@ -39,39 +40,26 @@ NAMES = {
 
 
 @pytest.mark.parametrize(
-    ("model", "overrides", "world"),
+    ("model", "given", "world"),
     [
-        (
-            "Qwen2.5-0.5B",
-            ("policy.parallel={tensor: 2, pipeline: 2}", "policy.optimizer.distributed=false"),
-            8,
-        ),
+        ("Qwen2.5-0.5B", ("{tensor: 2, pipeline: 2}", WHOLE), 8),
+        ("Qwen3-30B-A3B", ("{tensor: 2, expert: 4, expert_tensor: 2}", WHOLE), 16),
         (
             "Qwen3-30B-A3B",
-            (
-                "policy.parallel={tensor: 2, expert: 4, expert_tensor: 2}",
-                "policy.optimizer.distributed=false",
-            ),
-            16,
-        ),
-        (
-            "Qwen3-30B-A3B",
-            (
-                "policy.parallel={tensor: 2, pipeline: 2, context: 2, expert: 4, expert_tensor: 1,"
-                " sequence: true}",
-            ),
+            ("{tensor: 2, pipeline: 2, context: 2, expert: 4, expert_tensor: 1, sequence: true}",),
             16,
         ),
     ],
     ids=["dense", "expert_tensor", "all"],
 )
 def test_the_groups_are_those_that_a_step_uses(
-    model: str, overrides: tuple[str, ...], world: int, tmp_path: Path
+    model: str, given: tuple[str, ...], world: int, tmp_path: Path
 ) -> None:
-    given = json.loads((MODELS / model / "config.json").read_text())
-    small = {**given, "num_hidden_layers": 2}
+    small = json.loads((MODELS / model / "config.json").read_text()) | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    config = load_config([MODELS / "grpo.yaml"], [f"model.path={tmp_path}", *overrides]).config
+    parallel, *more = given
+    overrides = [f"model.path={tmp_path}", f"policy.parallel={parallel}", *more]
+    config = load_config([MODELS / "grpo.yaml"], overrides).config
     said = "\n".join(dry_run(config, world=world, ranks=[0], gpu_memory=1 << 44))
     used = {
         (name, int(size))

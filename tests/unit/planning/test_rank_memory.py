@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.planning.activations import activation_bytes, head_peak_bytes, scoring_bytes
+from rlcore.planning.activations import head_peak_bytes, scoring_bytes, training_bytes
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import options
 from rlcore.planning.job import Job, Trained
@@ -95,11 +95,13 @@ def test_chunks_keep_their_own_layers_for_the_packs_in_flight() -> None:
     """
     load = replace(load_of(100, dtype_bytes=4), micro_batches=4)
     layer = {
-        kind: activation_bytes(kind, Layout(pipeline=8), replace(load, micro_batches=1), 0)
+        kind: training_bytes(
+            kind, Layout(pipeline=8), replace(load, micro_batches=1), 0, transient=False
+        )
         for kind in (DENSE, MOE)
     }
     rotary = 4 * 100 * 16
-    found = activation_bytes(MIXED, INTERLEAVED, load, 0)
+    found = training_bytes(MIXED, INTERLEAVED, load, 0, transient=False)
     dense, experts = (2 * (layer[kind] - rotary) for kind in (DENSE, MOE))
     assert found == 3 * dense + 2 * experts + 5 * rotary / 2
 
@@ -111,7 +113,7 @@ def test_full_recomputation_keeps_the_inputs_of_runs_or_of_a_chunks_first_layers
     full = Layout(pipeline=2, recompute="full")
 
     def kept(shape: ModelShape, **layout: Any) -> float:
-        return activation_bytes(shape, replace(full, **layout), load, 0) - rotary
+        return training_bytes(shape, replace(full, **layout), load, 0, transient=False) - rotary
 
     whole = kept(DENSE, recompute="none") / 4
     experts = kept(MOE, recompute="none") / 4
@@ -133,7 +135,7 @@ def test_in_fp32_on_cuda_keys_and_values_are_copied_to_all_heads_of_queries() ->
     fp32 = load_of(100, dtype_bytes=4)
 
     def kept(shape: ModelShape, load: Load) -> float:
-        return activation_bytes(shape, Layout(pipeline=8), load, 0)
+        return training_bytes(shape, Layout(pipeline=8), load, 0, transient=False)
 
     q, k = 4 * 100 * 64, 4 * 100 * 32
     assert kept(DENSE, fp32) - kept(grouped, fp32) == (3 * q + 2 * q) - 3 * q
