@@ -19,7 +19,6 @@ from rlcore.deadlines import NVIDIA_SMI_S
 from rlcore.errors import ConfigError
 from rlcore.interpreters.ask import Interpreter, ask, cuda_toolkit
 from rlcore.launch.doctor.machine import Check, Level, Run, cheap_checks, gib
-from rollout.sandbox import Sandbox
 from rollout.sandbox.local import build_sandbox
 
 INSTALL = "./scripts/install.sh"
@@ -43,9 +42,15 @@ def check_machine(config: Config | None) -> Iterator[Check]:
     yield from _gpus(run, ours)
     if not ours.broken:
         yield _nccl(run, ours, theirs)
-        yield from _toolkit(run, ours, theirs)
-        yield from _kernels(run, ours)
-    yield from _sandbox(run)
+        if theirs is not None and not theirs.broken and ours.gpus and run.engine.device != "cpu":
+            yield _toolkit(run)
+        yield _kernels(run, ours)
+        if ours.gpus and ours.uncompiled and not run.config.run.deterministic:
+            needed = "triton and a C compiler, with which the LM head takes a third of the time"
+            advice = "install the missing part, such as gcc"
+            yield Check("note", "compiled kernels", f"none: {ours.uncompiled}", needed, advice)
+    if (sandbox := _confinement(run.config)) is not None:
+        yield _sandbox(sandbox)
     yield from cheap_checks(run)
 
 
@@ -87,8 +92,7 @@ def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
     python = ask(sys.executable, [*wanted, "transformer-engine"], module=kernel_probe.__name__)
     name = "trainer environment"
     found = f"{sys.executable}: Python {python.python}, torch {python.torch or 'missing'}"
-    problem = python.broken or ", ".join(unmet(wanted, python.packages))
-    if problem:
+    if problem := python.broken or ", ".join(unmet(wanted, python.packages)):
         needed = "every package of pyproject.toml, in its version"
         advice = f"run {INSTALL} {' '.join(extras)}".strip()
         separator = ", " if python.broken else "; "
@@ -108,25 +112,22 @@ def _engine_environment(run: Run) -> tuple[Interpreter | None, Check]:
     if not path.is_file():
         advice = f"run {INSTALL_ENGINES}, or set rollout.engine.python"
         return None, Check("FAIL", name, f"there is no {path}", "SGLang's own Python", advice)
-    wanted = {"sglang": requirements(["sglang"]).get("sglang", "")}
+    wanted = requirements(["sglang"]).get("sglang", "")
     python = ask(path, ["sglang"])
     found = f"{path}: Python {python.python}, torch {python.torch or 'missing'}"
-    if problem := python.broken or ", ".join(unmet(wanted, python.packages)):
+    if problem := python.broken or ", ".join(unmet({"sglang": wanted}, python.packages)):
         advice = f"run {INSTALL_ENGINES}"
-        needed = f"sglang{wanted['sglang']}"
-        return python, Check("FAIL", name, f"{found}; {problem}", needed, advice)
+        return python, Check("FAIL", name, f"{found}; {problem}", f"sglang{wanted}", advice)
     return python, Check("ok", name, f"{found}, sglang {python.packages['sglang']}")
 
 
 def _nccl(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Check:
     """Compare NCCL's versions if the trainer sends weights to engines over NCCL."""
-
-    def version(python: Interpreter) -> str:
-        return python.nccl or "none (torch for the CPU)"
-
+    none = "none (torch for the CPU)"
+    found = f"trainer {ours.nccl or none}"
     if theirs is None or theirs.broken:
-        return Check("ok", "NCCL", f"trainer {version(ours)}")
-    found = f"trainer {version(ours)}, engines {version(theirs)}"
+        return Check("ok", "NCCL", found)
+    found += f", engines {theirs.nccl or none}"
     sends = run.has_sglang and in_weight_group(run.engine) and run.engine.device != "cpu"
     level: Level = "FAIL" if sends and not run.engine.is_external else "note"
     if ours.gpus and not theirs.nccl:
@@ -140,20 +141,17 @@ def _nccl(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Check:
     return Check(level, "NCCL", found, needed, f"{pip}, or set rollout.engine.transport to disk")
 
 
-def _toolkit(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Iterator[Check]:
+def _toolkit(run: Run) -> Check:
     """Check for the CUDA toolkit, with which SGLang compiles kernels."""
-    if theirs is None or theirs.broken or not ours.gpus or run.engine.device == "cpu":
-        return
     name = "CUDA toolkit of engines"
     if (folder := cuda_toolkit({**os.environ, **run.engine.environment})) is not None:
-        yield Check("ok", name, folder)
-        return
+        return Check("ok", name, folder)
     found = "none: no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda"
     needed = "the compiler with which SGLang makes some of its kernels (without it no DeepGEMM)"
-    yield Check("note", name, found, needed, "install the CUDA toolkit, or set CUDA_HOME")
+    return Check("note", name, found, needed, "install the CUDA toolkit, or set CUDA_HOME")
 
 
-def _kernels(run: Run, ours: Interpreter) -> Iterator[Check]:
+def _kernels(run: Run, ours: Interpreter) -> Check:
     """Report the layers and the attention kernels that the trainer chooses."""
     te = ours.packages.get("transformer-engine")
     takes_te = run.config.policy.transformer_engine == "auto"
@@ -162,26 +160,21 @@ def _kernels(run: Run, ours: Interpreter) -> Iterator[Check]:
     if ours.kernels_broken:
         advice = f"run {INSTALL}, or remove the package that cannot be imported"
         level: Level = "FAIL" if ours.gpus else "note"
-        yield Check(level, "kernels", ours.kernels_broken, "an importable backend", advice)
-        return
+        return Check(level, "kernels", ours.kernels_broken, "an importable backend", advice)
     if not ours.gpus:
         chosen = "on the CPU: megatron-core local layers, attention by torch"
-        yield Check("ok", "kernels", f"{installed}; chosen {chosen}")
-        return
+        return Check("ok", "kernels", f"{installed}; chosen {chosen}")
     if ours.te and takes_te and not run.config.run.deterministic:
-        yield Check("ok", "kernels", f"{installed}; chosen: its layers and its attention")
-    elif run.config.model.dtype == "bf16":
-        level = "ok" if te or not takes_te else "note"
-        advice = "" if level == "ok" else "Transformer Engine (extra te) is faster: " + INSTALL
-        found = f"{layers}, torch's variable-length flash attention"
-        yield Check(level, "kernels", found, "", advice)
-    else:
+        return Check("ok", "kernels", f"{installed}; chosen: its layers and its attention")
+    if run.config.model.dtype != "bf16":
         found = f"{layers}, attention by sequence length"
-        yield Check("note", "kernels", found, "", "slow: train in bf16")
-    if ours.uncompiled and not run.config.run.deterministic:
-        needed = "triton and a C compiler, with which the LM head takes a third of the time"
-        advice = "install the missing part, such as gcc"
-        yield Check("note", "compiled kernels", f"none: {ours.uncompiled}", needed, advice)
+        return Check("note", "kernels", found, "", "slow: train in bf16")
+    found = f"{layers}, torch's variable-length flash attention"
+    if te or not takes_te:
+        return Check("ok", "kernels", found)
+    return Check(
+        "note", "kernels", found, "", f"Transformer Engine (extra te) is faster: {INSTALL}"
+    )
 
 
 # --- GPUs and sandbox -----------------------------------------------------------------------------
@@ -234,7 +227,8 @@ def _gpus(run: Run, trainer: Interpreter) -> Iterator[Check]:
         return
     yield _driver(found[0], trainer)
     kinds = ", ".join(sorted({gpu.name for gpu in found}))
-    yield _number_of_gpus(run, trainer, found, f"{len(found)} x {kinds}, {gib(found[0].memory)}")
+    named = f"{len(found)} x {kinds}, {gib(found[0].memory)}"
+    yield _number_of_gpus(run, trainer, found, named)
 
 
 def _driver(gpu: GPU, trainer: Interpreter) -> Check:
@@ -269,40 +263,34 @@ def _number_of_gpus(run: Run, trainer: Interpreter, found: Sequence[GPU], named:
         needed = f"{run.engine_gpus} for colocated engines (count x tensor_parallel)"
         advice = "fewer or smaller engines: each GPU of one has a trainer process"
         return Check("FAIL", name, f"{named}; {trainers} trainer processes", needed, advice)
-    taken = [index for index, gpu in enumerate(found) if gpu.free < MOSTLY_FREE * gpu.memory]
-    advice = f"GPUs {', '.join(map(str, taken))} are in use: see nvidia-smi" if taken else ""
+    taken = [str(k) for k, gpu in enumerate(found) if gpu.free < MOSTLY_FREE * gpu.memory]
+    advice = f"GPUs {', '.join(taken)} are in use: see nvidia-smi" if taken else ""
     free = f"{named}, least free {gib(min(gpu.free for gpu in found))}"
     return Check("note" if taken else "ok", name, free, "", advice)
 
 
-def _sandbox(run: Run) -> Iterator[Check]:
+def _sandbox(config: SandboxConfig) -> Check:
     """Run a test program, as a run with the grader `code` does at its start."""
-    sandbox = _confinement(run.config)
-    if sandbox is None:
-        return
+
+    async def run_program() -> None:
+        built = build_sandbox(config)
+        try:
+            await built.start()
+        finally:
+            await built.close()
+
     try:
-        asyncio.run(_start(build_sandbox(sandbox)))
+        asyncio.run(run_program())
     except ConfigError as error:
         advice = "see docs/sandbox.md, or reward.sandbox.kind: fusion"
-        yield Check("FAIL", "sandbox", str(error), "a confinement that works", advice)
-        return
-    yield Check("ok", "sandbox", f"a program ran ({sandbox.kind})")
+        return Check("FAIL", "sandbox", str(error), "a confinement that works", advice)
+    return Check("ok", "sandbox", f"a program ran ({config.kind})")
 
 
 def _confinement(config: Config) -> SandboxConfig | None:
     """Return the sandbox for a model's programs; None if none run, or not on this machine."""
-    rewards = [config.reward, *(one.reward for one in config.evaluation.sets.values())]
-    for reward in rewards:
-        runs_code = reward is not None and any(
-            part.function == "code" for part in reward.parts.values()
-        )
-        if reward is not None and runs_code and reward.sandbox.kind != "fusion":
+    for reward in (config.reward, *(one.reward for one in config.evaluation.sets.values())):
+        functions = () if reward is None else (part.function for part in reward.parts.values())
+        if reward is not None and "code" in functions and reward.sandbox.kind != "fusion":
             return reward.sandbox
     return None
-
-
-async def _start(built: Sandbox) -> None:
-    try:
-        await built.start()
-    finally:
-        await built.close()

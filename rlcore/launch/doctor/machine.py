@@ -39,14 +39,9 @@ _ANY_RUN = ("run.name=any", "model.path=any", "data.paths=any", "training.steps=
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check, a line of the report.
+    """The result of one check, a line of the report."""
 
-    Attributes:
-        level: FAIL if a run would fail; note if it may fail or be slow.
-        needed: the need of a run; "" if there is none.
-        advice: what to do; "" if nothing.
-    """
-
+    # FAIL if a run would fail; note if it may fail or be slow.
     level: Level
     name: str
     found: str
@@ -97,12 +92,6 @@ class Run:
         is_on_gpus = self.engine_python is not None and self.engine.device != "cpu"
         return self.engine.count * self.engine.tensor_parallel if is_on_gpus else 0
 
-    @property
-    def open_files(self) -> int:
-        """The number of files that the trainer opens; each request in flight has a connection."""
-        engines = len(self.engine.urls) or self.engine.count
-        return FILES + (engines * self.engine.max_in_flight if self.has_sglang else 0)
-
 
 def at_start(config: Config) -> list[str]:
     """Return the cheap checks that found something; the run starts anyway."""
@@ -114,44 +103,43 @@ def cheap_checks(run: Run) -> Iterator[Check]:
     for check in (
         _shared_memory, _open_files, _run_folder, _interfaces, _own_address, _ray, _slurm, _keys,
     ):  # fmt: skip
-        yield from check(run)
+        yield check(run)
 
 
 # --- memory, files, disk --------------------------------------------------------------------------
 
 
-def _shared_memory(run: Run) -> Iterator[Check]:
+def _shared_memory(run: Run) -> Check:
     name = "/dev/shm"
     if not SHM.is_dir():
         needed = "shared memory of processes"
-        yield Check("FAIL", name, "there is none", needed, "mount a tmpfs there")
-        return
+        return Check("FAIL", name, "there is none", needed, "mount a tmpfs there")
     size = shutil.disk_usage(SHM)
     found = f"{gib(size.free)} of {gib(size.total)} free"
     advice = "remove what dead processes left there, or give the container --shm-size or --ipc=host"
     is_shared = run.cluster.processes_per_node > 1 or run.engine_python is not None
     if size.free < MIN_SHM:
-        yield Check("FAIL", name, found, f"{MIN_SHM >> 20} MiB free", advice)
-    elif size.free < AMPLE_SHM and (is_shared or not run.is_configured):
-        yield Check("note", name, found, f"{gib(AMPLE_SHM)} for several processes", advice)
-    else:
-        yield Check("ok", name, found)
+        return Check("FAIL", name, found, f"{MIN_SHM >> 20} MiB free", advice)
+    if size.free < AMPLE_SHM and (is_shared or not run.is_configured):
+        return Check("note", name, found, f"{gib(AMPLE_SHM)} for several processes", advice)
+    return Check("ok", name, found)
 
 
-def _open_files(run: Run) -> Iterator[Check]:
+def _open_files(run: Run) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = run.open_files
+    engines = (len(run.engine.urls) or run.engine.count) if run.has_sglang else 0
+    # Each request in flight has a connection.
+    needed = FILES + engines * run.engine.max_in_flight
     if soft == resource.RLIM_INFINITY or soft >= needed:
         limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-        yield Check("ok", "open files", f"at most {limit}", str(needed))
-        return
+        return Check("ok", "open files", f"at most {limit}", str(needed))
     advice = f"have the hard limit of {hard} raised (limits.conf, docker --ulimit nofile)"
     if hard == resource.RLIM_INFINITY or hard >= needed:
         advice = f"run `ulimit -n {needed}` first, or lower rollout.engine.max_in_flight"
-    yield Check("FAIL", "open files", f"at most {soft}", str(needed), advice)
+    return Check("FAIL", "open files", f"at most {soft}", str(needed), advice)
 
 
-def _run_folder(run: Run) -> Iterator[Check]:
+def _run_folder(run: Run) -> Check:
     """Check that the run's folder is writable and its disk has room."""
     folder = Path(os.path.abspath(run.config.run.dir))
     while not folder.exists():
@@ -163,8 +151,7 @@ def _run_folder(run: Run) -> Iterator[Check]:
     except OSError as error:
         advice = "set run.dir to a folder that can be written"
         found = f"{folder}: {error.strerror or error}"
-        yield Check("FAIL", "run folder", found, "a folder to write into", advice)
-        return
+        return Check("FAIL", "run folder", found, "a folder to write into", advice)
     free = shutil.disk_usage(folder).free
     found = f"{gib(free)} free in {folder}"
     advice = "free some, or set run.dir to another disk"
@@ -172,13 +159,12 @@ def _run_folder(run: Run) -> Iterator[Check]:
     weights = Path(run.config.model.path).glob("*.safetensors") if run.is_configured else ()
     checkpoint = sum(path.stat().st_size for path in weights) * PER_PARAMETER // 2
     if free < MIN_DISK:
-        yield Check("FAIL", "disk", found, f"{MIN_DISK >> 20} MiB", advice)
-    elif free < 2 * checkpoint:
+        return Check("FAIL", "disk", found, f"{MIN_DISK >> 20} MiB", advice)
+    if free < 2 * checkpoint:
         needed = f"{gib(2 * checkpoint)} for two checkpoints of about {gib(checkpoint)}"
-        yield Check("note", "disk", found, needed, advice)
-    else:
-        needed = f"about {gib(checkpoint)} a checkpoint" if checkpoint > GIB / 10 else ""
-        yield Check("ok", "disk", found, needed)
+        return Check("note", "disk", found, needed, advice)
+    needed = f"about {gib(checkpoint)} a checkpoint" if checkpoint > GIB / 10 else ""
+    return Check("ok", "disk", found, needed)
 
 
 # --- network, clusters, keys ----------------------------------------------------------------------
@@ -189,14 +175,14 @@ def addresses() -> dict[str, str]:
     import psutil
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = {
-        name: next((one.address for one in all_ if one.family is socket.AF_INET), None)
-        for name, all_ in psutil.net_if_addrs().items()
+    return {
+        name: next(one.address for one in found if one.family is socket.AF_INET)
+        for name, found in psutil.net_if_addrs().items()
+        if name in up and any(one.family is socket.AF_INET for one in found)
     }
-    return {name: address for name, address in found.items() if address and name in up}
 
 
-def _interfaces(_: Run) -> Iterator[Check]:
+def _interfaces(_: Run) -> Check:
     there = addresses()
     found = ", ".join(f"{name} {address}" for name, address in there.items()) or "none is up"
     pinned = {name: os.environ[name] for name in INTERFACES if os.environ.get(name)}
@@ -204,12 +190,11 @@ def _interfaces(_: Run) -> Iterator[Check]:
     shown = "".join(f"; {name}={value}" for name, value in (wrong or pinned).items())
     if wrong:
         advice = "unset it, or name one of those"
-        yield Check("FAIL", "interfaces", found + shown, "an interface that is up", advice)
-    else:
-        yield Check("ok", "interfaces", found + shown)
+        return Check("FAIL", "interfaces", found + shown, "an interface that is up", advice)
+    return Check("ok", "interfaces", found + shown)
 
 
-def _own_address(run: Run) -> Iterator[Check]:
+def _own_address(run: Run) -> Check:
     host = socket.gethostname()
     address = ""
     with suppress(OSError):
@@ -219,10 +204,9 @@ def _own_address(run: Run) -> Iterator[Check]:
     if is_loopback and run.cluster.nodes > 1 and not os.environ.get("GLOO_SOCKET_IFNAME"):
         advice = "set GLOO_SOCKET_IFNAME to the interface of the cluster, or correct /etc/hosts"
         needed = "an address that other nodes reach"
-        yield Check("FAIL", "peers connect to", found, needed, advice)
-    else:
-        only = ", which this machine alone reaches" if is_loopback else ""
-        yield Check("ok", "peers connect to", found + only)
+        return Check("FAIL", "peers connect to", found, needed, advice)
+    only = ", which this machine alone reaches" if is_loopback else ""
+    return Check("ok", "peers connect to", found + only)
 
 
 def _names(variable: str, value: str, there: dict[str, str]) -> bool:
@@ -239,54 +223,46 @@ def _names(variable: str, value: str, there: dict[str, str]) -> bool:
     )
 
 
-def _ray(run: Run) -> Iterator[Check]:
+def _ray(run: Run) -> Check:
     version = ""
     with suppress(metadata.PackageNotFoundError):
         version = f"Ray {metadata.version('ray')}"
     if run.cluster.launcher == "ray" and not version:
         advice = "run ./scripts/install.sh ray, or set cluster.launcher to local or torchrun"
-        yield Check("FAIL", "Ray", "not installed", "cluster.launcher is ray", advice)
-    else:
-        address = os.environ.get("RAY_ADDRESS")
-        shown = f", RAY_ADDRESS={address}" if address else ""
-        yield Check("ok", "Ray", (version or "not installed") + shown)
+        return Check("FAIL", "Ray", "not installed", "cluster.launcher is ray", advice)
+    address = os.environ.get("RAY_ADDRESS")
+    shown = f", RAY_ADDRESS={address}" if address else ""
+    return Check("ok", "Ray", (version or "not installed") + shown)
 
 
-def _slurm(run: Run) -> Iterator[Check]:
+def _slurm(run: Run) -> Check:
     job = os.environ.get("SLURM_JOB_ID")
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     needed = run.cluster.nodes
     if job is None:
         is_there = shutil.which("sbatch") is not None
-        yield Check("ok", "Slurm", "present, not in a job" if is_there else "not present")
-    elif nodes.isdecimal() and int(nodes) < needed:
+        return Check("ok", "Slurm", "present, not in a job" if is_there else "not present")
+    found = f"job {job} on {nodes or 'some'} nodes"
+    if nodes.isdecimal() and int(nodes) < needed:
         advice = "ask sbatch for more nodes, or lower cluster.nodes"
-        found = f"job {job} on {nodes} nodes"
-        yield Check("FAIL", "Slurm", found, f"{needed} (cluster.nodes)", advice)
-    else:
-        yield Check("ok", "Slurm", f"job {job} on {nodes or 'some'} nodes")
+        return Check("FAIL", "Slurm", found, f"{needed} (cluster.nodes)", advice)
+    return Check("ok", "Slurm", found)
 
 
-def _keys(run: Run) -> Iterator[Check]:
+def _keys(run: Run) -> Check:
     """Check which keys are set. Their values are never shown."""
     present = [name for name in KEYS if os.environ.get(name)]
     found = f"set: {', '.join(present) or 'none'}"
     wandb = run.config.tracking.wandb
+    login = None
+    with suppress(OSError, netrc.NetrcParseError):
+        login = netrc.netrc().authenticators("api.wandb.ai")
     is_online = wandb.enabled and wandb.mode == "online"
-    if is_online and "WANDB_API_KEY" not in present and not _in_netrc("api.wandb.ai"):
+    if is_online and "WANDB_API_KEY" not in present and login is None:
         advice = "set WANDB_API_KEY, run `wandb login`, or set tracking.wandb.mode to offline"
-        yield Check("FAIL", "keys", found, "WANDB_API_KEY", advice)
-        return
+        return Check("FAIL", "keys", found, "WANDB_API_KEY", advice)
     missing = [key for key in ENGINE_KEYS if key not in present]
     if run.has_sglang and run.engine.is_external and missing:
         advice = "export those that `rlcore engine` printed, unless your servers have none"
-        yield Check("note", "keys", found, ", ".join(missing), advice)
-    else:
-        yield Check("ok", "keys", found)
-
-
-def _in_netrc(host: str) -> bool:
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+        return Check("note", "keys", found, ", ".join(missing), advice)
+    return Check("ok", "keys", found)
