@@ -25,11 +25,6 @@ PROGRESS = (
     *("rollout/reward", "eval/score", "rollout/staleness_mean", "rollout/zero_std_groups"),
     *("val/sequence_lengths", "policy/entropy_avg", "objective/kl", "time/step"),
 )
-# The requests of the page, each answered by `Api.find_NAME`.
-ANSWERS = (
-    *("runs", "curves", "definitions", "steps", "samples", "texts", "search", "sample", "group"),
-    *("prompt", "ledger", "draw", "evaluations", "evaluation", "compare", "timeline"),
-)
 MAX_ROWS = 500  # of a page
 _WHOLE = re.compile(r"\d{1,18}")
 _PLACE = re.compile(r"(\d{1,12}):(\d{1,12})")
@@ -43,12 +38,11 @@ class Parameters:
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return the value of a parameter, which is required without a default."""
-        found = self.given.get(name)
-        if not found:
-            if default is None:
-                raise DataError(f"the parameter {name} is missing")
-            return default
-        return found[0]
+        if found := self.given.get(name):
+            return found[0]
+        if default is None:
+            raise DataError(f"the parameter {name} is missing")
+        return default
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Return a non-negative whole number."""
@@ -73,22 +67,19 @@ class Parameters:
         """Return the conditions of `filter`: a JSON list of [column, comparison, value]."""
         text = self.text("filter", "[]")
         try:
-            given = json.loads(text)
-            return [_filter(*one) for one in given]
+            found = [Filter(*one) for one in json.loads(text)]
+            if not all(
+                isinstance(one.column, str)
+                and isinstance(one.comparison, str)
+                and (isinstance(one.value, str) or math.isfinite(one.value))
+                for one in found
+            ):
+                raise ValueError("column and comparison are texts, the value is finite or a text")
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(
                 f"filter must be a list of [column, comparison, value], got {text[:80]!r} ({error})"
             ) from None
-
-
-def _filter(column: object, comparison: object, value: object) -> Filter:
-    if not isinstance(column, str) or not isinstance(comparison, str):
-        raise ValueError("column and comparison are texts")
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("the value is a number or a text")
-    if isinstance(value, int | float) and not math.isfinite(value):
-        raise ValueError("the value is finite")
-    return Filter(column, comparison, value)
+        return found
 
 
 class Api:
@@ -108,9 +99,10 @@ class Api:
         Raises:
             DataError: the request or a parameter is wrong.
         """
-        if name not in ANSWERS:
+        find = getattr(self, f"find_{name}", None)
+        if find is None:
             raise DataError(f"there is no {name[:40]!r} to ask for")
-        return getattr(self, f"find_{name}")(Parameters(given))
+        return find(Parameters(given))
 
     def run(self, asked: Parameters, name: str = "run") -> RunView:
         """Return the requested run."""
@@ -123,26 +115,27 @@ class Api:
 
     def find_runs(self, asked: Parameters) -> Any:
         """Return every run with its state, its newest numbers and its available views."""
-        return {"follow": self.follow, "runs": [self._run(run) for run in self.runs.values()]}
-
-    def _run(self, run: RunView) -> dict[str, Any]:
-        steps = run.samples.steps()
-        result = run.result()
-        return {
-            "name": run.name,
-            "path": str(run.path),
-            "status": result.get("status", "running or killed"),
-            "reason": result.get("reason", ""),
-            "newest": run.metrics.newest(),
-            "evaluated": run.metrics.last("eval/score"),
-            "steps": {"count": len(steps), "first": min(steps, default=0)}
-            | {"last": max(steps, default=0)},
-            "samples": run.samples.count(),
-            "columns": run.samples.columns(),
-            "metrics": run.metrics.names(),
-            "evaluations": list(run.evaluated()),
-            "ledger": run.directory.ledger_path.is_file(),
-        }
+        found = []
+        for run in self.runs.values():
+            steps = run.samples.steps()
+            ends = {"first": min(steps, default=0), "last": max(steps, default=0)}
+            result = run.result()
+            found.append(
+                {
+                    "name": run.name,
+                    "path": str(run.path),
+                    "status": result.get("status", "running or killed"),
+                    "reason": result.get("reason", ""),
+                    "newest": run.metrics.newest(),
+                    "evaluated": run.metrics.last("eval/score"),
+                    "steps": {"count": len(steps), **ends},
+                    "samples": run.samples.count(),
+                    "columns": run.samples.columns(),
+                    "metrics": run.metrics.names(),
+                    "ledger": run.directory.ledger_path.is_file(),
+                }
+            )
+        return {"follow": self.follow, "runs": found}
 
     def find_curves(self, asked: Parameters) -> Any:
         """Return the curves of the requested metrics, for each run."""
@@ -198,11 +191,9 @@ class Api:
     def _steps(self, run: RunView, asked: Parameters) -> tuple[int, int]:
         """Return the first and last step of `steps=FIRST-LAST`, `STEP`, `all` or `newest`."""
         given = asked.text("steps", "newest")
-        known = run.samples.steps()
-        if given == "newest":
-            return (known[-1], known[-1]) if known else (0, 0)
-        if given == "all":
-            return 0, known[-1] if known else 0
+        newest = max(run.samples.steps(), default=0)
+        if given in ("newest", "all"):
+            return newest if given == "newest" else 0, newest
         first, dash, last = given.partition("-")
         ends = [first, last if dash else first]
         if not all(text.isascii() and text.isdigit() and len(text) < 13 for text in ends):
@@ -294,17 +285,7 @@ class Api:
         found = run.samples.select(0, last, filters, limit=asked.limit(200))
         return {"prompt_id": prompt_id, "total": found.total, "rows": found.rows}
 
-    # --- ledger -----------------------------------------------------------------------------------
-
-    def find_ledger(self, asked: Parameters) -> Any:
-        """Return the draws that were not trained, with reasons."""
-        return self.run(asked).ledger.untrained()
-
-    def find_draw(self, asked: Parameters) -> Any:
-        """Return the history of a draw."""
-        return self.run(asked).ledger.life(asked.whole("draw"))
-
-    # --- evaluations ------------------------------------------------------------------------------
+    # --- evaluations, and two steps side by side --------------------------------------------------
 
     def find_evaluations(self, asked: Parameters) -> Any:
         """Return the sets of every evaluation, and the number of flipped answers in each."""
@@ -315,10 +296,6 @@ class Api:
         run = self.run(asked)
         return answers_of(run, asked.text("set", ""), asked.whole("step"), asked.whole("before"))
 
-    # --- side by side -----------------------------------------------------------------------------
-
     def find_compare(self, asked: Parameters) -> Any:
         """Return metrics, rewards and prompts of two steps, of one run or of two."""
-        one = (self.run(asked, "a"), asked.whole("a_step"))
-        other = (self.run(asked, "b"), asked.whole("b_step"))
-        return side_by_side(one, other)
+        return side_by_side(*((self.run(asked, s), asked.whole(f"{s}_step")) for s in "ab"))

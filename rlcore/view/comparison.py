@@ -35,12 +35,18 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     everything = np.concatenate(rewards)
     low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
     edges = np.linspace(low, high if high > low else low + 1.0, BINS + 1)
+    prompts: list[dict[str, Any]] = []
     missing = ""
     try:
-        prompts = _prompts(one, other)
+        if all(step in run.samples.steps() for run, step in sides):
+            first, second = map(_by_prompt, sides)
+            shared = [prompt for prompt in first if prompt in second][:MAX_PROMPTS]
+            prompts = [
+                {"prompt_id": prompt, "a": _summary(first[prompt]), "b": _summary(second[prompt])}
+                for prompt in shared
+            ]
     # Recovery: the page shows the data in the index and the metrics.
     except DataError as error:
-        prompts = []
         missing = str(error)
     return {
         "metrics": [[name, metrics[0].get(name), metrics[1].get(name)] for name in names],
@@ -51,19 +57,6 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     }
 
 
-def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
-    """Return the prompts that both steps trained on, each with a sample."""
-    if not all(step in run.samples.steps() for run, step in (one, other)):
-        return []
-    first = _by_prompt(one)
-    second = _by_prompt(other)
-    shared = [prompt for prompt in first if prompt in second][:MAX_PROMPTS]
-    return [
-        {"prompt_id": prompt, "a": _told(first[prompt]), "b": _told(second[prompt])}
-        for prompt in shared
-    ]
-
-
 def _by_prompt(side: Side) -> dict[str, list[Record]]:
     run, step = side
     found: dict[str, list[Record]] = {}
@@ -72,14 +65,10 @@ def _by_prompt(side: Side) -> dict[str, list[Record]]:
     return found
 
 
-def _told(records: list[Record]) -> dict[str, Any]:
+def _summary(records: list[Record]) -> dict[str, Any]:
     first = records[0]
-    return excerpt_of(first) | {
-        "reward": mean_of(rewards_of(records)),
-        "samples": len(records),
-        "draw": first.get("draw"),
-        "index": first.get("index"),
-    }
+    counts = {"reward": _mean_reward(records), "samples": len(records)}
+    return excerpt_of(first) | counts | {name: first.get(name) for name in ("draw", "index")}
 
 
 # --- evaluations ----------------------------------------------------------------------------------
@@ -106,7 +95,7 @@ def sets_of(run: RunView) -> list[dict[str, Any]]:
             verdicts = [v for one in answers.values() if (v := _verdict(one)) is not None]
             found.append(
                 {"step": step, "set": name, "answers": len(answers), "before": earlier}
-                | {"reward": mean_of(rewards_of(one[0] for one in answers.values()))}
+                | {"reward": _mean_reward(one[0] for one in answers.values())}
                 | {"better": flips["better"], "worse": flips["worse"]}
                 | {"right": sum(verdicts) if verdicts else None}
             )
@@ -150,15 +139,11 @@ def _by_set(path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Rollout]]
     return found
 
 
-def rewards_of(records: Iterable[Record]) -> list[float]:
-    """Return the rewards of the records, without those whose reward failed."""
+def _mean_reward(records: Iterable[Record]) -> float | None:
+    """Return the mean reward, without failed rewards; None without any."""
     rewards = (float(record.get("reward") or 0.0) for record in records)
-    return [reward for reward in rewards if not math.isnan(reward)]
-
-
-def mean_of(rewards: Sequence[float]) -> float | None:
-    """Return the mean; None without rewards."""
-    return sum(rewards) / len(rewards) if rewards else None
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(known) / len(known) if known else None
 
 
 def _verdict(rollout: Rollout) -> bool | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,12 @@ from rlcore.view.run import RunView
 EXCERPT = 240  # characters of a text shown in a table
 # The columns that `excerpt_of` needs.
 EXCERPT_COLUMNS = ("prompt_text", "response_text", "prompt_id", "label", "messages", "turn_spans")
+# The columns that `sample_page` passes on.
+FIELDS = (
+    *("step", "draw", "index", "group_id", "rollout_id", "prompt_id", "reward"),
+    *("reward_parts", "finish_reason", "policy_version", "baseline_reward", "label"),
+    *("metadata", "outcome", "measured"),
+)
 Vector = NDArray[Any]
 # Name, title, definition and scale of each vector of the trainable tokens.
 VECTORS: tuple[tuple[str, str, str, str], ...] = (
@@ -38,18 +44,11 @@ VECTORS: tuple[tuple[str, str, str, str], ...] = (
 )
 # The columns or vectors of a record with the values that are not computed here.
 KEYS = {
-    "advantage": "advantages",
-    "logprob": "logprobs",
-    "engine_logprob": "rollout_logprobs",
-    "ratio": "ratio",
-    "clipped": "clipped",
-    "entropy": "entropy",
-    "value": "values",
-    "return": "returns",
-    "weight": "weights",
-    "correction": "correction",
+    "advantage": "advantages", "logprob": "logprobs", "engine_logprob": "rollout_logprobs",
+    "ratio": "ratio", "clipped": "clipped", "entropy": "entropy", "value": "values",
+    "return": "returns", "weight": "weights", "correction": "correction",
     "token_reward": "token_rewards",
-}
+}  # fmt: skip
 
 
 def sample_page(run: RunView, record: Record) -> dict[str, Any]:
@@ -58,10 +57,9 @@ def sample_page(run: RunView, record: Record) -> dict[str, Any]:
         tokens = [int(token) for token in record["tokens"]]
         mask = [int(bit) for bit in record["loss_mask"]]
         vectors = _vectors(record)
-        known = [entry for entry in VECTORS if entry[0] in vectors]
         return {
-            "record": _fields(record),
-            "messages": messages_of(record),
+            "record": {name: record.get(name) for name in FIELDS},
+            "messages": _messages(record),
             "turns": _turns(record, vectors),
             "tokens": tokens,
             "texts": run.texts.of(tokens),
@@ -69,7 +67,8 @@ def sample_page(run: RunView, record: Record) -> dict[str, Any]:
             "mask": mask,
             "vectors": [
                 {"name": n, "title": title, "text": text, "scale": scale, "values": vectors[n]}
-                for n, title, text, scale in known
+                for n, title, text, scale in VECTORS
+                if n in vectors
             ],
             "masked": _masked(vectors),
         }
@@ -81,79 +80,59 @@ def sample_page(run: RunView, record: Record) -> dict[str, Any]:
 
 def excerpt_of(record: Record) -> dict[str, Any]:
     """Return the beginnings of prompt and response, for a row of a table."""
-    prompt = _asked(record)
+    prompt = record.get("prompt_text", "")
+    response = record.get("response_text", "")
+    if (messages := _conversation(record)) is not None:
+        # The prompt is the last message before the first answer, the response all answers.
+        roles = [message.get("role") for message in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        if first and isinstance(messages[first - 1].get("content"), str):
+            prompt = messages[first - 1]["content"]
+        answers = (m for m, role in zip(messages, roles) if role == "assistant")
+        response = " | ".join(map(_words, answers))
     return {
-        "prompt": prompt[:EXCERPT],
-        "response": _said(record)[:EXCERPT],
+        "prompt": str(prompt)[:EXCERPT],
+        "response": str(response)[:EXCERPT],
         "label": str(record.get("label", ""))[:EXCERPT],
         "prompt_id": str(record.get("prompt_id", ""))[:EXCERPT],
     }
 
 
-def _asked(record: Record) -> str:
-    """Return the prompt; in a conversation, the last message before the first answer."""
-    messages = record.get("messages")
-    if isinstance(messages, list) and record.get("turn_spans"):
-        roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
-        first = roles.index("assistant") if "assistant" in roles else len(roles)
-        if first and isinstance(messages[first - 1].get("content"), str):
-            return str(messages[first - 1]["content"])
-    return str(record.get("prompt_text", ""))
-
-
-def _said(record: Record) -> str:
-    """Return the response; in a conversation, the model's messages joined."""
+def _conversation(record: Record) -> list[dict[str, Any]] | None:
     messages = record.get("messages")
     if not isinstance(messages, list) or not record.get("turn_spans"):
-        return str(record.get("response_text", ""))
-    said = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
-    return " | ".join(_words(message) for message in said)
+        return None
+    return [message for message in messages if isinstance(message, dict)]
 
 
 def _words(message: Mapping[str, Any]) -> str:
-    words = message.get("content") or message.get("reasoning_content") or ""
-    return f"{words}{_call_text(message.get('tool_calls'))}".strip()
+    words = str(message.get("content") or message.get("reasoning_content") or "")
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            words += f" {function.get('name')}({function.get('arguments')})"
+    return words.strip()
 
 
-def _call_text(calls: Any) -> str:
-    given = calls if isinstance(calls, list) else []
-    functions = [call.get("function") for call in given if isinstance(call, dict)]
-    return "".join(
-        f" {f.get('name')}({f.get('arguments')})" for f in functions if isinstance(f, dict)
-    )
-
-
-def messages_of(record: Record) -> list[dict[str, Any]]:
+def _messages(record: Record) -> list[dict[str, Any]]:
     """Return the conversation; a plain prompt and its response become two messages."""
-    messages = record.get("messages")
-    if isinstance(messages, list) and record.get("turn_spans"):
-        return [message for message in messages if isinstance(message, dict)]
-    return [
+    return _conversation(record) or [
         {"role": "prompt", "content": str(record.get("prompt_text", ""))},
         {"role": "assistant", "content": str(record.get("response_text", ""))},
     ]
-
-
-def _fields(record: Record) -> dict[str, Any]:
-    names = (
-        *("step", "draw", "index", "group_id", "rollout_id", "prompt_id", "reward"),
-        *("reward_parts", "finish_reason", "policy_version", "baseline_reward", "label"),
-        *("metadata", "outcome", "measured"),
-    )
-    return {name: record.get(name) for name in names}
 
 
 def _vectors(record: Record) -> dict[str, Vector]:
     """Return every vector of the trainable tokens, float32 or int64 [m]."""
     m = len(record["rollout_logprobs"])
     given = record.get("vectors") or {}
-    known = {name: given.get(key, record.get(key)) for name, key in KEYS.items()}
-    found = {
-        # JSON's null, which stands for NaN, becomes NaN.
-        name: np.array(values, dtype=np.float32)
-        for name, values in known.items()
-        if isinstance(values, list) and len(values) == m
-    }
+    found: dict[str, Vector] = {}
+    for name, key in KEYS.items():
+        values = given.get(key, record.get(key))
+        if isinstance(values, list) and len(values) == m:
+            # JSON's null, which stands for NaN, becomes NaN.
+            found[name] = np.array(values, dtype=np.float32)
     if "logprob" in found:
         found["gap"] = found["logprob"] - found["engine_logprob"]
         for name, key in (("ref_gap", "ref_logprobs"), ("teacher_gap", "teacher_logprobs")):
@@ -173,6 +152,11 @@ def _vectors(record: Record) -> dict[str, Vector]:
 
 def _turns(record: Record, vectors: Mapping[str, Vector]) -> list[dict[str, Any]]:
     """Return message, tokens, reward and credit of each trained turn."""
+
+    def reduced(how: Callable[[Vector], Any], name: str, start: int, end: int) -> float | None:
+        part = vectors[name][start:end] if name in vectors else np.empty(0)
+        return None if np.isnan(part).all() else float(how(part))
+
     spans: Sequence[Sequence[int]] = record.get("turn_spans") or [
         [0, 1, 0, len(record["rollout_logprobs"])]
     ]
@@ -182,29 +166,24 @@ def _turns(record: Record, vectors: Mapping[str, Vector]) -> list[dict[str, Any]
             "message": message,
             "start": start,
             "end": end,
-            "reward": _reduced(np.nansum, vectors.get("token_reward"), start, end),
-            "advantage": _reduced(np.nanmean, vectors.get("advantage"), start, end),
-            "entropy": _reduced(np.nanmean, vectors.get("entropy"), start, end),
+            "reward": reduced(np.nansum, "token_reward", start, end),
+            "advantage": reduced(np.nanmean, "advantage", start, end),
+            "entropy": reduced(np.nanmean, "entropy", start, end),
         }
         for turn, message, start, end in spans
     ]
 
 
-def _reduced(how: Any, vector: Vector | None, start: int, end: int) -> float | None:
-    if vector is None or end <= start:
-        return None
-    part = vector[start:end]
-    return None if np.isnan(part).all() else float(how(part))
-
-
 def _masked(vectors: Mapping[str, Vector]) -> dict[str, int]:
     """Count the tokens that the update did not learn from, by reason."""
     found = {"trainable": len(vectors["engine_logprob"])}
-    for name, key in (("weight", "no weight"), ("correction", "dropped by the correction")):
+    for name, reason in (
+        ("weight", "no weight"),
+        ("correction", "dropped by the correction"),
+        ("advantage", "no advantage"),
+    ):
         if name in vectors:
-            found[key] = int((vectors[name] == 0).sum())
-    if "advantage" in vectors:
-        found["no advantage"] = int((vectors["advantage"] == 0).sum())
+            found[reason] = int((vectors[name] == 0).sum())
     if "clipped" in vectors:
         found["clipped"] = int((vectors["clipped"] > 0).sum())
     return found

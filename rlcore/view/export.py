@@ -38,13 +38,14 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
     runs = {}
     answers: dict[str, Any] = {}
     for run in api.runs.values():
-        chosen = _step_of(run, step)
-        runs[run.name] = (
-            {"rows": [], "texts": {}, "samples": {}} if chosen is None else _samples(run, chosen)
-        )
-        runs[run.name]["prompts"] = _prompts(api, run, runs[run.name]["rows"])
-        described.append(f"{run.name} step {chosen} ({len(runs[run.name]['rows'])} samples)")
-        answers |= _answers(api, run, runs[run.name])
+        steps = [*run.recorded()]
+        if step is not None and step not in steps:
+            has = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has none"
+            raise UserError(f"{run.path}: no samples of step {step}; {has}")
+        chosen = step if step is not None else max(steps, default=None)
+        given = runs[run.name] = _samples(api, run, chosen)
+        described.append(f"{run.name} step {chosen} ({len(given['rows'])} samples)")
+        answers |= _answers(api, run, given)
     names = {name for run in api.runs.values() for name in run.metrics.names()}
     data = {
         "runs": runs,
@@ -114,18 +115,16 @@ def _hash(content: bytes) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 
 
-def _step_of(run: RunView, step: int | None) -> int | None:
-    """Return the step to export; None if the run has no samples and no step was requested."""
-    steps = [*run.recorded()]
-    if step is not None and step not in steps:
-        has = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has none"
-        raise UserError(f"{run.path}: no samples of step {step}; {has}")
-    return step if step is not None else max(steps, default=None)
-
-
-def _samples(run: RunView, step: int) -> dict[str, Any]:
+def _samples(api: Api, run: RunView, step: int | None) -> dict[str, Any]:
+    """Return the samples of a step, and each draw's prompt with its samples over the steps."""
+    if step is None:
+        return {"rows": [], "texts": {}, "samples": {}, "prompts": {}}
     rows = run.samples.select(step, step, limit=MAX_SAMPLES).rows
     records = run.records(step, [row["row"] for row in rows])
+    prompts = {}
+    for draw, row in {row["draw"]: row for row in reversed(rows)}.items():
+        given = {"run": run.name, "step": row["step"], "draw": draw, "index": row["index"]}
+        prompts[str(draw)] = api.answer("prompt", {key: [str(v)] for key, v in given.items()})
     return {
         "rows": rows,
         "texts": {f"{step}:{row}": excerpt_of(record) for row, record in records.items()},
@@ -134,28 +133,19 @@ def _samples(run: RunView, step: int) -> dict[str, Any]:
             | {"scalars": row, "group": [r["index"] for r in rows if r["draw"] == row["draw"]]}
             for row in rows
         },
+        "prompts": prompts,
     }
 
 
 def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
     """Return the answers that the other views of a run need, by request."""
-    asked: list[tuple[str, dict[str, Any]]] = [("steps", {}), ("evaluations", {}), ("ledger", {})]
-    asked.append(("timeline", {}))
+    views = ("steps", "evaluations", "ledger", "timeline")
+    asked: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in views]
     asked += [("draw", {"draw": row["draw"]}) for row in samples["rows"]]
     for one in api.answer("evaluations", {"run": [run.name]})[:MAX_EVALUATIONS]:
         before = one["step"] if one["before"] is None else one["before"]
         asked.append(("evaluation", {"set": one["set"], "step": one["step"], "before": before}))
     return _answered(api, [(name, {"run": run.name, **given}) for name, given in asked])
-
-
-def _prompts(api: Api, run: RunView, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each draw's prompt with its samples over the steps."""
-    first = {row["draw"]: row for row in reversed(rows)}
-    found = {}
-    for draw, row in first.items():
-        given = {"run": run.name, "step": row["step"], "draw": draw, "index": row["index"]}
-        found[str(draw)] = api.answer("prompt", {key: [str(v)] for key, v in given.items()})
-    return found
 
 
 def _comparisons(api: Api) -> dict[str, Any]:

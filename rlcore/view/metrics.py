@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,9 @@ class MetricsTable:
     def curve(self, name: str) -> dict[str, Any]:
         """Return steps and values of a metric, thinned out if there are too many."""
         self.refresh()
-        points = [(row["step"], row[name]) for row in self._rows if name in row]
-        steps = np.array([step for step, _ in points], dtype=np.int64)
-        values = np.array([value for _, value in points], dtype=np.float64)
-        steps, values = thinned(steps, values)
+        rows = [row for row in self._rows if name in row]
+        steps = np.array([row["step"] for row in rows], dtype=np.int64)
+        steps, values = thinned(steps, np.array([row[name] for row in rows], dtype=np.float64))
         return {"steps": steps, "values": values}
 
     def rows(self, steps: list[int]) -> list[dict[str, Any]]:
@@ -92,28 +92,22 @@ class MetricsTable:
 
 def _row_in(line: bytes) -> Row | None:
     """Parse a line; None if it is not a row of metrics."""
+    row = None
     try:
         row = orjson.loads(line)
     except ValueError:
-        row = _with_nan(line)
+        # Only Python's json accepts NaN.
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    if abs(row["step"]) > MAX_STEP:
-        return None
-    return {name: float(value) for name, value in row.items() if _is_number(value)}
-
-
-def _with_nan(line: bytes) -> Any:
-    """Parse a line that only Python's json accepts; None if it fails, too."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _is_number(value: Any) -> bool:
     # A larger whole number does not fit a float.
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= MAX_STEP)
+    known = {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) <= MAX_STEP)
+    }
+    return known if "step" in known else None
 
 
 def _shown(row: Row) -> dict[str, float | str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -18,27 +18,16 @@ from rlcore.view.metrics import MetricsTable
 from rlcore.view.samples import Samples
 
 
-class LedgerReader(Protocol):
-    """Reads the fate of a run's draws. The package `rollout` knows the format of the ledger."""
-
-    def untrained(self) -> dict[str, Any]:
-        """Return `counts`, `events` and `restarts`. Raises DataError if there is no ledger."""
-
-    def life(self, draw: int) -> list[dict[str, Any]]:
-        """Return the transitions of a draw, in order. Raises DataError if there is no ledger."""
-
-
 class RunView:
     """Reads one run."""
 
-    def __init__(self, name: str, path: Path, ledger: LedgerReader) -> None:
+    def __init__(self, name: str, path: Path) -> None:
         if not (path / "config.yaml").is_file() and not (path / "metrics.jsonl").is_file():
             raise UserError(
                 f"{path} is not a run: it has neither config.yaml nor metrics.jsonl; give folders"
                 " as runs/NAME"
             )
         self.name = name
-        self.ledger = ledger
         self.path = path.resolve()
         self.directory = RunDirectory(self.path)
         self.metrics = MetricsTable(lambda: self.inside(self.directory.metrics_path))
@@ -49,12 +38,11 @@ class RunView:
         )
 
     def inside(self, path: Path) -> Path:
-        """Return `path`, which must lie in the run's folder, links followed.
-
-        Raises:
-            DataError: it lies outside.
-        """
-        return inside(self.path, path)
+        """Return `path`, links followed. Raises DataError if it lies outside the run's folder."""
+        found = path.resolve()
+        if not found.is_relative_to(self.path):
+            raise DataError(f"{path.name} is a link out of the run's folder, which is not followed")
+        return found
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -84,13 +72,13 @@ class RunView:
     def _by_step(self, folder: Path) -> dict[int, Path]:
         if not self.inside(folder).is_dir():
             return {}
+        files = {}
         with os.scandir(folder) as entries:
-            found = [(STEP_FILE.fullmatch(entry.name), entry) for entry in entries]
-        files = {int(match[1]): entry for match, entry in found if match}
-        return {
-            step: self.inside(Path(entry)) if entry.is_symlink() else Path(entry)
-            for step, entry in sorted(files.items())
-        }
+            for entry in entries:
+                if match := STEP_FILE.fullmatch(entry.name):
+                    path = Path(entry)
+                    files[int(match[1])] = self.inside(path) if entry.is_symlink() else path
+        return dict(sorted(files.items()))
 
     def recording(self, step: int) -> Path:
         """Return the file of a step. Raises DataError if it is gone."""
@@ -109,14 +97,6 @@ class RunView:
         if lacking := wanted - found.keys():
             raise DataError(f"step {step} has no sample {min(lacking)}")
         return found
-
-
-def inside(folder: Path, path: Path) -> Path:
-    """Return `path`, which must lie in a run's resolved folder. Raises as `RunView.inside`."""
-    found = path.resolve()
-    if not found.is_relative_to(folder):
-        raise DataError(f"{path.name} is a link out of the run's folder, which is not followed")
-    return found
 
 
 # --- texts of tokens ------------------------------------------------------------------------------
@@ -140,17 +120,18 @@ class TokenTexts:
     def __init__(self, config: Callable[[], Mapping[str, Any]], run: Path) -> None:
         self._config = config
         self._run = run
-        self._lock = threading.Lock()
-        self._tokenizer: Any = None
-        # The reason why texts of tokens are missing.
-        self.trouble = ""
+
+    @property
+    def trouble(self) -> str:
+        """The reason why texts of tokens are missing."""
+        return self._loaded[1]
 
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; "" for a token that continues the character before it.
 
         Without a tokenizer the text is the token's number.
         """
-        tokenizer = self._load()
+        tokenizer = self._loaded[0]
         if tokenizer is None:
             return [f"[{token}]" for token in tokens]
         pieces = tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
@@ -159,53 +140,37 @@ class TokenTexts:
             name = tokenizer.id_to_token(token) or ""
             if name.startswith(SPACE) and not pieces[index].startswith(" "):
                 pieces[index] = f" {pieces[index]}"
-        return self._joined(tokenizer, tokens, pieces)
-
-    def _joined(self, tokenizer: Any, tokens: Sequence[int], pieces: list[str]) -> list[str]:
-        """Join tokens that are parts of a character: the first token gets its text."""
-        index = 0
-        while index < len(tokens):
-            size = 1
-            if BROKEN in pieces[index]:
-                for longer in range(2, MAX_CHARACTER_TOKENS + 1):
-                    text = tokenizer.decode(
-                        list(tokens[index : index + longer]), skip_special_tokens=False
-                    )
-                    if BROKEN not in text:
-                        pieces[index : index + longer] = [text, *[""] * (longer - 1)]
-                        size = longer
-                        break
-            index += size
+        # Of tokens that are parts of a character, the first gets its text.
+        for index in range(len(tokens)):
+            for end in range(index + 2, index + MAX_CHARACTER_TOKENS + 1):
+                if BROKEN not in pieces[index]:
+                    break
+                text = tokenizer.decode(list(tokens[index:end]), skip_special_tokens=False)
+                if BROKEN not in text:
+                    pieces[index:end] = [text, *[""] * (end - index - 1)]
         return pieces
 
-    def _load(self) -> Any:
-        with self._lock:
-            if self._tokenizer is not None or self.trouble:
-                return self._tokenizer
-            candidates = self._candidates()
-            path = next((path for path in candidates if path.is_file()), None)
-            if path is None:
-                looked = ", ".join(map(str, candidates)) or "no model in config.yaml"
-                self.trouble = f"no tokenizer here ({looked}), so tokens are shown by number"
-                return None
-            from tokenizers import Tokenizer
-
-            try:
-                self._tokenizer = Tokenizer.from_file(str(path))
-            # tokenizers raises no narrower error.
-            except Exception as error:  # noqa: BLE001
-                self.trouble = f"{path} cannot be read ({error}), so tokens are shown by number"
-            return self._tokenizer
-
-    def _candidates(self) -> list[Path]:
-        """Return the folders that may hold the tokenizer."""
+    @cached_property
+    def _loaded(self) -> tuple[Any, str]:
+        """The tokenizer, or None and the reason."""
         config = self._config()
         model, run = (config.get(name) for name in ("model", "run"))
         given = model if isinstance(model, dict) else {}
         folder = Path(str(given.get("tokenizer") or given.get("path") or ""))
-        found = [folder]
+        folders = [folder]
         if isinstance(run, dict) and not folder.is_absolute():
             # `run.dir` is relative to the same folder, and the run lies one level below `run.dir`.
             above = len(Path(str(run.get("dir", "runs"))).parts)
-            found += [self._run.parents[above] / folder] if above < len(self._run.parents) else []
-        return [path / "tokenizer.json" for path in found if folder.parts]
+            folders += [self._run.parents[above] / folder] if above < len(self._run.parents) else []
+        candidates = [path / "tokenizer.json" for path in folders if folder.parts]
+        path = next((path for path in candidates if path.is_file()), None)
+        if path is None:
+            looked = ", ".join(map(str, candidates)) or "no model in config.yaml"
+            return None, f"no tokenizer here ({looked}), so tokens are shown by number"
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(path)), ""
+        # tokenizers raises no narrower error.
+        except Exception as error:  # noqa: BLE001
+            return None, f"{path} cannot be read ({error}), so tokens are shown by number"

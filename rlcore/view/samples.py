@@ -6,6 +6,7 @@ import glob
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,6 @@ class Samples:
         self._merged = merged
         # Never download extensions: all that are needed are built in.
         self._database = duckdb.connect(config={"autoinstall_known_extensions": "false"})
-        self._counts: dict[tuple[Path, int], int] = {}
         self._columns: tuple[list[int], dict[str, list[str]]] = ([], {})
 
     def steps(self) -> list[int]:
@@ -74,11 +74,8 @@ class Samples:
 
     def count(self) -> int:
         """Return the number of samples."""
-        marks = [(path, path.stat().st_mtime_ns) for path in self._tables(0, MAX_INTEGER)]
-        for mark in marks:
-            if mark not in self._counts:
-                self._counts[mark] = pq.read_metadata(mark[0]).num_rows
-        return sum(self._counts[mark] for mark in marks)
+        tables = self._tables(0, MAX_INTEGER)
+        return sum(_rows_of(path, path.stat().st_mtime_ns) for path in tables)
 
     def columns(self) -> dict[str, list[str]]:
         """Return the columns for queries; columns of names come with their names."""
@@ -177,6 +174,12 @@ class Samples:
             return self._database.cursor().execute(sql.replace("{}", table), named).fetchall()
         except duckdb.Error as error:
             raise DataError(f"samples cannot be read: {error}") from error
+
+
+@cache
+def _rows_of(path: Path, changed_ns: int) -> int:
+    """Return the number of rows of a table; `changed_ns` marks its version."""
+    return pq.read_metadata(path).num_rows
 
 
 def _row(values: Sequence[Any]) -> Row:

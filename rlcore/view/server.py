@@ -93,15 +93,13 @@ class ViewServer:
 
     def serve(self) -> None:
         """Answer requests until `stop`, or an exception in a signal handler."""
-        runner = self._loop.run_until_complete(self._listen())
+        listen = HttpServer(self._answer).listen(self._listener, closes_s=0.0)
+        runner = self._loop.run_until_complete(listen)
         try:
             self._loop.run_until_complete(self._end.wait())
         finally:
             self._loop.run_until_complete(runner.cleanup())
             self._loop.close()
-
-    async def _listen(self) -> web.ServerRunner:
-        return await HttpServer(self._answer).listen(self._listener, closes_s=0.0)
 
     def stop(self) -> None:
         """End `serve`, from another thread."""
@@ -111,23 +109,31 @@ class ViewServer:
         """Answer with a file of the page or with JSON; reject requests without the token."""
         parts = urlsplit(request.path_qs)
         _, token, *rest = [*parts.path.split("/"), ""]
-        if request.method != "GET":
-            return _reply(HTTPStatus.NOT_IMPLEMENTED, b"this server only reads\n", "text/plain")
-        if _host(request) not in HOSTS:
-            message = b"this host name is not served here\n"
-            return _reply(HTTPStatus.FORBIDDEN, message, "text/plain")
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
-            message = b"the address lacks the token that rlcore view has printed\n"
-            return _reply(HTTPStatus.FORBIDDEN, message, "text/plain")
         path = "/".join(rest[:-1])
-        if path in ("", *SCRIPTS, STYLE):
-            name = path or PAGE
-            return _reply(HTTPStatus.OK, static(name), _KINDS[name.rpartition(".")[2]])
         kind, _, name = path.partition("/")
-        if kind != "api":
-            return _reply(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
-        status, content = await asyncio.to_thread(self._found, name, parts.query)
-        return _reply(status, content, "application/json")
+        content_type = "text/plain"
+        if request.method != "GET":
+            status = HTTPStatus.NOT_IMPLEMENTED
+            content = b"this server only reads\n"
+        elif _host(request) not in HOSTS:
+            status = HTTPStatus.FORBIDDEN
+            content = b"this host name is not served here\n"
+        elif not hmac.compare_digest(token.encode(), self.token.encode()):
+            status = HTTPStatus.FORBIDDEN
+            content = b"the address lacks the token that rlcore view has printed\n"
+        elif path in ("", *SCRIPTS, STYLE):
+            name = path or PAGE
+            status = HTTPStatus.OK
+            content = static(name)
+            content_type = _KINDS[name.rpartition(".")[2]]
+        elif kind == "api":
+            content_type = "application/json"
+            status, content = await asyncio.to_thread(self._found, name, parts.query)
+        else:
+            status = HTTPStatus.NOT_FOUND
+            content = b"there is no such page\n"
+        headers = {**HEADERS, "Content-Type": f"{content_type}; charset=utf-8"}
+        return web.Response(status=status, body=content, headers=headers)
 
     def _found(self, name: str, query: str) -> tuple[HTTPStatus, bytes]:
         try:
@@ -148,8 +154,3 @@ def _host(request: web.BaseRequest) -> str:
         return ""
     name, _, port = given[0].rpartition(":")
     return (name if port.isdigit() else given[0]).lower()
-
-
-def _reply(status: HTTPStatus, content: bytes, kind: str) -> web.Response:
-    headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}
-    return web.Response(status=status, body=content, headers=headers)

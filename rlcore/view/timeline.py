@@ -33,7 +33,7 @@ def timeline_of(run: RunView, step: int | None) -> dict[str, Any]:
         if span.kind == "X" and span.group.startswith(ORDER):
             lanes.setdefault((span.group, span.lane), []).append(span)
     groups: dict[str, list[str]] = {}
-    for group, lane in sorted(lanes, key=lambda key: (_order_of(key[0]), key[0], _natural(key[1]))):
+    for group, lane in sorted(lanes, key=_order):
         groups.setdefault(group, []).append(lane)
     return {
         "step": chosen,
@@ -72,13 +72,9 @@ def _drawn(spans: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
             last["to"] = max(to, last["to"])
             last["count"] += 1
             continue
-        args = {
-            name: len(value) if isinstance(value, list | dict) else value
-            for name, value in span.args.items()
-        }
-        found.append(
-            {"name": span.name, "at": at, "to": to, "deep": deep, "count": 1, "args": args}
-        )
+        args = {k: len(v) if isinstance(v, list | dict) else v for k, v in span.args.items()}
+        drawn = {"name": span.name, "at": at, "to": to, "deep": deep, "count": 1, "args": args}
+        found.append(drawn)
     return found
 
 
@@ -92,15 +88,13 @@ def _sums(waits: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
     return [{"who": who, "whom": whom, "seconds": seconds} for (who, whom), seconds in longest]
 
 
-def _order_of(group: str) -> int:
-    return next(at for at, start in enumerate(ORDER) if group.startswith(start))
-
-
-def _natural(lane: str) -> tuple[bool, str, int]:
-    """Sort main lanes and idle time first, and numbers by value."""
+def _order(key: tuple[str, str]) -> tuple[int, str, bool, str, int]:
+    """Sort groups by ORDER; in a group main lanes and idle time first, and numbers by value."""
+    group, lane = key
+    kind = next(at for at, start in enumerate(ORDER) if group.startswith(start))
     name, _, count = lane.rpartition(" ")
-    first = lane in ("main", "idle", "weights", "stages")
-    return (not first, name, int(count)) if count.isdecimal() else (not first, lane, 0)
+    other = lane not in ("main", "idle", "weights", "stages")
+    return kind, group, other, *((name, int(count)) if count.isdecimal() else (lane, 0))
 
 
 # --- idle time ------------------------------------------------------------------------------------
@@ -135,7 +129,11 @@ def idle_spans(spans: Sequence[Span]) -> list[Span]:
     for engine in sorted({span.group for span in spans if span.group.startswith("engine ")}):
         busy = merged((s.begin, s.end) for s in spans if s.group == engine and s.name == "request")
         reasons = [
-            *((s.begin, s.end, "weights") for s in spans if s.group == engine and is_weights(s)),
+            *(
+                (s.begin, s.end, "weights")
+                for s in spans
+                if s.group == engine and s.lane == "weights"
+            ),
             *(work for work in rollouts if work[2] != "engines"),
             *(
                 (phase.begin, phase.end, f"the trainer: {phase.name}")
@@ -150,21 +148,14 @@ def idle_spans(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def is_weights(span: Span) -> bool:
-    """Return whether a span is the time in which a publication held an engine."""
-    return span.lane == "weights"
-
-
 def _rollout_work(spans: Iterable[Span]) -> Iterator[Named]:
     """Yield the activities that the rollout service waited for, by priority."""
     groups: dict[str, list[Interval]] = {"engines": [], "tools": [], "rewards": []}
     for span in spans:
-        if span.kind != "X":
-            continue
-        if span.group.startswith("engine ") and span.name == "request":
-            groups["engines"].append((span.begin, span.end))
-        elif span.group in groups:
-            groups[span.group].append((span.begin, span.end))
+        is_request = span.group.startswith("engine ") and span.name == "request"
+        group = "engines" if is_request else span.group
+        if span.kind == "X" and group in groups:
+            groups[group].append((span.begin, span.end))
     for name, intervals in groups.items():
         for begin, end in merged(intervals):
             yield begin, end, name

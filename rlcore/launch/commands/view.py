@@ -14,33 +14,35 @@ from typing import Any
 from rlcore.errors import UserError
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.terminal import printable
-from rlcore.view.api import Api
+from rlcore.view.api import Api, Parameters
 from rlcore.view.export import export_page
-from rlcore.view.run import RunView, inside
+from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
 from rollout.accounting.journal_reader import History
 
 MAX_EVENTS = 2000  # events that a page lists
 
 
-class RunLedger:
-    """Reads the ledger of a run for the page; several requests may share it.
+class RunApi(Api):
+    """Answers the page about ledgers too, whose format the package `rollout` knows."""
 
-    Args:
-        path: the ledger in the resolved run folder; a link out of the folder is rejected.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._history = History(path)
+    def __init__(self, runs: Sequence[RunView], *, follow: bool) -> None:
+        super().__init__(runs, follow=follow)
+        self._histories = {run.name: History(run.directory.ledger_path) for run in runs}
+        # Several requests may read the same ledger.
         self._lock = threading.Lock()
 
-    def untrained(self) -> dict[str, Any]:
+    def _history(self, asked: Parameters) -> History:
+        run = self.run(asked)
+        run.inside(run.directory.ledger_path)
+        history = self._histories[run.name]
+        history.refresh()
+        return history
+
+    def find_ledger(self, asked: Parameters) -> Any:
         """Return counts by reason, and the newest draws that were given up or requeued."""
-        inside(self.path.parent, self.path)
         with self._lock:
-            history = self._history
-            history.refresh()
+            history = self._history(asked)
             newest = list(history.dropped)[-MAX_EVENTS:][::-1]
             return {
                 "restarts": len(history.starts[1:]),
@@ -48,13 +50,12 @@ class RunLedger:
                 "events": [event._asdict() for event in newest],
             }
 
-    def life(self, draw: int) -> list[dict[str, Any]]:
+    def find_draw(self, asked: Parameters) -> Any:
         """Return the transitions of a draw, by line of the journal."""
-        inside(self.path.parent, self.path)
         names = ("line", "what", "detail", "rewound_by")
         with self._lock:
-            self._history.refresh()
-            return [dict(zip(names, moment)) for moment in self._history.life(draw)]
+            life = self._history(asked).life(asked.whole("draw"))
+            return [dict(zip(names, moment)) for moment in life]
 
 
 def view_runs(
@@ -68,8 +69,8 @@ def view_runs(
     Raises:
         UserError: a folder is not a run, or the port is taken.
     """
-    runs = [open_run(name, path) for name, path in named(paths).items()]
-    api = Api(runs, follow=follow)
+    runs = [RunView(name, path) for name, path in named(paths).items()]
+    api = RunApi(runs, follow=follow)
     if export is not None:
         print(printable(export_page(api, export, step=step)))
         return 0
@@ -90,19 +91,10 @@ def view_runs(
     return 0
 
 
-def open_run(name: str, path: Path) -> RunView:
-    """Open a run for reading. Raises UserError if the folder is not a run."""
-    ledger = RunLedger(path.resolve() / "ledger.jsonl")
-    return RunView(name, path, ledger)
-
-
 def named(paths: Sequence[Path]) -> dict[str, Path]:
     """Return the runs by name; a duplicate name gets its folder's name appended."""
     found: dict[str, Path] = {}
-    for path in paths:
-        full = path.resolve()
-        if full in [known.resolve() for known in found.values()]:
-            continue
+    for full, path in {path.resolve(): path for path in paths}.items():
         name = full.name
         if name in found:
             name = f"{full.parent.name}/{name}"

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # environments are nam
 import view_runs
 from workspace import Workspace
 
-from rlcore.launch.commands.view import named, open_run
-from rlcore.view.api import Api
+from rlcore.launch.commands.view import RunApi, named
+from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
@@ -85,8 +85,8 @@ def talks(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @contextmanager
 def serving(*paths: Path, follow: bool = False) -> Iterator[ViewServer]:
     """Serve runs in a thread."""
-    runs = [open_run(name, path) for name, path in named(paths).items()]
-    server = ViewServer(Api(runs, follow=follow))
+    runs = [RunView(name, path) for name, path in named(paths).items()]
+    server = ViewServer(RunApi(runs, follow=follow))
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -119,3 +119,13 @@ def reading(browser: Any, url: str, **options: Any) -> Iterator[Reader]:
     finally:
         context.close()
     assert reader.complaints == []
+
+
+@contextmanager
+def browsing(browser: Any, *runs: Path, follow: bool = False, **options: Any) -> Iterator[Reader]:
+    """Serve runs and open their page."""
+    with (
+        serving(*runs, follow=follow) as server,
+        reading(browser, server.url, **options) as reader,
+    ):
+        yield reader

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Reader, reading, serving
+from conftest import Reader, browsing, reading
 from view_runs import SCRIPT, hostile
 
 from rlcore.launch.commands.view import view_runs
@@ -26,10 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader(run: Path, chromium: Any) -> Iterator[Reader]:
-    with (
-        serving(run) as server,
-        reading(chromium, server.url) as reader,
-    ):
+    with browsing(chromium, run) as reader:
         reader.open("samples")
         reader.see("tr[data-filled]")  # once its samples are indexed
         yield reader

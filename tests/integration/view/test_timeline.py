@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import reading, serving
+from conftest import browsing
 from view_runs import SCRIPT, hostile
 
 from rlcore.timeline.recorder import Recorder
@@ -33,7 +33,7 @@ def record(run: Path, steps: int) -> None:
 def test_a_step_shows_what_was_done_and_who_waited_for_whom(chromium: Any, tmp_path: Path) -> None:
     run = hostile(tmp_path / "runs")
     record(run, 3)
-    with serving(run) as server, reading(chromium, server.url) as reader:
+    with browsing(chromium, run) as reader:
         reader.open("runs")
         reader.press("7")
         reader.shown("timeline")

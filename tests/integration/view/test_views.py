@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from conftest import Reader, reading, serving
+from conftest import Reader, browsing, reading, serving
 from view_runs import branched, crowded, measured
 
 from rlcore.errors import DataError
@@ -23,10 +23,7 @@ NARROW = (390, 800)
 
 @pytest.fixture(scope="module")
 def reader(single: Path, talks: Path, chromium: Any) -> Iterator[Reader]:
-    with (
-        serving(single, talks) as server,
-        reading(chromium, server.url) as reader,
-    ):
+    with browsing(chromium, single, talks) as reader:
         yield reader
 
 
@@ -64,7 +61,7 @@ def test_more_metrics_than_one_answer_holds(chromium: Any, tmp_path: Path) -> No
     names = [f"m{k:02d}" for k in range(60)]
     rows = [{"step": step} | dict.fromkeys(names, step / 2) for step in (1, 2)]
     run = measured(tmp_path / "run", rows).path
-    with serving(run) as server, reading(chromium, server.url) as reader:
+    with browsing(chromium, run) as reader:
         reader.open(f"curves?metrics={','.join(names)}")
         reader.see(".note:has-text('the first 50 of 60 metrics')")
         assert reader.page.locator(".chart svg").count() == 50
@@ -102,7 +99,7 @@ def test_samples_sort_filter_and_search(reader: Reader) -> None:
 
 def test_every_sample_that_a_search_finds_gets_its_text(chromium: Any, tmp_path: Path) -> None:
     run = crowded(tmp_path / "run", samples=600)
-    with serving(run) as server, reading(chromium, server.url) as reader:
+    with browsing(chromium, run) as reader:
         reader.open("samples?text=evil")
         assert "600 samples" in reader.text("main [role=status]")
         assert reader.page.locator("tr[data-filled]").count() == 600
@@ -110,7 +107,7 @@ def test_every_sample_that_a_search_finds_gets_its_text(chromium: Any, tmp_path:
 
 def test_branches_and_verdicts_are_marked(chromium: Any, tmp_path: Path) -> None:
     run = branched(tmp_path / "run")
-    with serving(run) as server, reading(chromium, server.url) as reader:
+    with browsing(chromium, run) as reader:
         reader.open("samples")
         rows = reader.page.locator("tr[data-row]").all_inner_texts()
         assert ["right" in row for row in rows] == [True, *[False] * 4]
@@ -160,14 +157,10 @@ def test_a_conversation_by_turns(reader: Reader, talks: Path) -> None:
 
 def test_tokens_by_every_vector_that_was_trained(reader: Reader, single: Path) -> None:
     reader.open(sample(single, 2, tab="tokens"))
-    names = [
-        str(o.get_attribute("value"))
-        for o in reader.page.locator("[aria-label='Colour by'] option").all()
-    ]
-    assert {"advantage", "logprob", "engine_logprob", "gap", "ratio", "clipped", "entropy"} <= {
-        *names
-    }
-    assert {"value", "return", "weight", "correction", "version", "staleness"} <= {*names}
+    options = reader.page.locator("[aria-label='Colour by'] option").all()
+    names = [str(option.get_attribute("value")) for option in options]
+    always = {"advantage", "logprob", "engine_logprob", "gap", "ratio", "clipped", "entropy"}
+    assert always | {"value", "return", "weight", "correction", "version", "staleness"} <= {*names}
     record = read_rollouts(single / "rollouts" / "step_000002.parquet")[0]
     for name in names:
         reader.see("[aria-label='Colour by']").select_option(name)
@@ -250,10 +243,8 @@ def test_keys_alone_lead_through_the_page(reader: Reader) -> None:
     reader.press("Escape")
     reader.open("samples")
     reader.press("/")
-    assert (
-        reader.page.evaluate("document.activeElement.getAttribute('aria-label')")
-        == "Add a condition"
-    )
+    label = reader.page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert label == "Add a condition"
     reader.press("Escape")
     assert reader.page.evaluate("document.activeElement === document.body")
 
@@ -274,27 +265,18 @@ def test_every_width_and_scheme(
     single: Path, talks: Path, chromium: Any, scheme: str, size: tuple[int, int]
 ) -> None:
     """Nothing is wider than the window; text can be told from what is behind it."""
-    with (
-        serving(single, talks) as server,
-        reading(chromium, server.url, size=size, color_scheme=scheme) as reader,
-    ):
+    with browsing(chromium, single, talks, size=size, color_scheme=scheme) as reader:
         for view in (*VIEWS, *(sample(single, 2, tab=t) for t in ("talk", "tokens", "group"))):
             reader.open(view)
             wide = reader.page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, view
             assert len(reader.page.screenshot()) > 5_000
-        text, back = (
-            reader.page.evaluate(f"getComputedStyle(document.documentElement).{name}")
-            for name in ("color", "backgroundColor")
-        )
-        assert (lightness(text) > lightness(back)) == (scheme == "dark")
-        assert abs(lightness(text) - lightness(back)) > 150
-
-
-def lightness(colour: str) -> float:
-    """The mean of the three numbers of `rgb(...)`."""
-    numbers = colour.partition("(")[2].rstrip(")").split(",")[:3]
-    return sum(map(float, numbers)) / 3
+        style = "getComputedStyle(document.documentElement)"
+        colours = (reader.page.evaluate(f"{style}.{name}") for name in ("color", "backgroundColor"))
+        # The sums of red, green and blue of `rgb(...)`.
+        text, back = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
+        assert (text > back) == (scheme == "dark")
+        assert abs(text - back) > 450
 
 
 def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: Path) -> None:
@@ -304,15 +286,11 @@ def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: P
     (growing / "config.yaml").write_text("model: {}\n")
     rows = (single / "metrics.jsonl").read_text().splitlines(keepends=True)
     (growing / "metrics.jsonl").write_text("".join(rows[:2]))
-    with (
-        serving(growing, follow=True) as server,
-        reading(chromium, server.url) as reader,
-    ):
+    with browsing(chromium, growing, follow=True) as reader:
         reader.open("runs")
         assert reader.page.locator("tr[data-row]").count() == 2
-        for row in rows[2:]:
-            with open(growing / "metrics.jsonl", "a") as file:
-                file.write(row)
+        with open(growing / "metrics.jsonl", "a") as file:
+            file.writelines(rows[2:])
         for folder in ("rollouts", "index"):
             name = f"{folder}/step_000004.parquet"
             (growing / folder).mkdir(exist_ok=True)
@@ -326,10 +304,7 @@ def test_what_changes_while_a_field_is_used_is_drawn_after_it(
 ) -> None:
     rows = [{"step": step, "m": step / 2} for step in range(1, 5)]
     runs = [measured(tmp_path / name, rows[:2]) for name in ("one", "other")]
-    with (
-        serving(*(run.path for run in runs), follow=True) as server,
-        reading(chromium, server.url) as reader,
-    ):
+    with browsing(chromium, *(run.path for run in runs), follow=True) as reader:
         reader.open("curves?metrics=m")
         reader.see("aside [type=search]").focus()
         measured(runs[0].path, rows[:3])
@@ -352,10 +327,7 @@ def test_a_late_failure_leaves_the_view_at_hand(chromium: Any, tmp_path: Path) -
         asked.wait(60)
         raise DataError("too late")
 
-    with (
-        serving(run.path) as server,
-        reading(chromium, server.url) as reader,
-    ):
+    with serving(run.path) as server, reading(chromium, server.url) as reader:
         server.api.find_timeline = fail_late
         reader.open("runs")
         with reader.page.expect_request(lambda request: "api/timeline" in request.url):

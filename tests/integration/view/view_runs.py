@@ -89,24 +89,22 @@ def measured(folder: Path, rows: Sequence[Mapping[str, float]]) -> RunDirectory:
 
 def crowded(folder: Path, samples: int) -> Path:
     """Write a run whose only step has many samples, all with the same text."""
-    run = measured(folder, [{"step": 1}])
-    path = run.rollouts_path(1)
-    scalars = write_rollouts(path, 1, [_hostile(index) for index in range(samples)])
-    write_index(run.index_path(1), 1, scalars)
-    return run.path
+    return _recorded(folder, [_hostile(index) for index in range(samples)])
 
 
 def branched(folder: Path) -> Path:
     """Write a run whose only draw has a rollout of three samples between two of one."""
-    run = measured(folder, [{"step": 1}])
     samples = [_hostile(index) for index in range(5)]
     for sample, rollout, correct in zip(samples, (0, 1, 1, 1, 2), (True, *[False] * 3, None)):
         sample.draw = sample.group_id = 7
         sample.rollout_id = (7 << 20) + rollout
         sample.metadata = {} if correct is None else {"correct": correct}
-    path = run.rollouts_path(1)
-    scalars = write_rollouts(path, 1, samples)
-    write_index(run.index_path(1), 1, scalars)
+    return _recorded(folder, samples)
+
+
+def _recorded(folder: Path, samples: list[Sample]) -> Path:
+    run = measured(folder, [{"step": 1}])
+    write_index(run.index_path(1), 1, write_rollouts(run.rollouts_path(1), 1, samples))
     return run.path
 
 
@@ -139,34 +137,23 @@ def hostile(folder: Path) -> Path:
 
 def _hostile(index: int) -> Sample:
     call = {"id": "1", "function": {"name": SCRIPT, "arguments": {"x": SCRIPT}}}
+    both = f"{SCRIPT} {REVERSED}"
+    thought = f"<think>{SCRIPT}</think>calling"
     return Sample(
-        draw=0,
-        index=index,
-        prompt_id=SCRIPT,
-        group_id=0,
-        rollout_id=index,
+        draw=0, index=index, prompt_id=SCRIPT, group_id=0, rollout_id=index,
         tokens=np.arange(6, dtype=np.int32),
         loss_mask=np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8),
         rollout_logprobs=np.full(4, -0.5, dtype=np.float32),
-        versions=(VersionSpan(0, 0, 4),),
-        finish_reason="stop",
-        reward=float(index),
-        reward_parts={SCRIPT: float(index), "fine": 1.0},
-        turns=2,
-        prompt_text=f"{SCRIPT} {REVERSED}",
-        response_text=f"{REVERSED} {SCRIPT}",
-        label=SCRIPT,
+        versions=(VersionSpan(0, 0, 4),), finish_reason="stop",
+        reward=float(index), reward_parts={SCRIPT: float(index), "fine": 1.0}, turns=2,
+        prompt_text=both, response_text=f"{REVERSED} {SCRIPT}", label=SCRIPT,
         metadata={"source": SCRIPT, "reward_error": REVERSED},
         messages=(
-            {"role": "user", "content": f"{SCRIPT} {REVERSED}"},
-            {
-                "role": "assistant",
-                "content": f"<think>{SCRIPT}</think>calling",
-                "tool_calls": [call],
-            },
+            {"role": "user", "content": both},
+            {"role": "assistant", "content": thought, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "name": SCRIPT, "content": f"{REVERSED} is 4"},
             {"role": SCRIPT, "content": "who am I?"},
-            {"role": "assistant", "content": f"{SCRIPT} {REVERSED}", "reasoning_content": "so"},
+            {"role": "assistant", "content": both, "reasoning_content": "so"},
         ),
         turn_spans=(TurnSpan(0, 1, 0, 2), TurnSpan(1, 4, 2, 4)),
-    )
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from rlcore.runs.rollouts import decode_samples, encode_samples, read_rollouts, 
 from rlcore.runs.sample_index import flat_groups
 from rlcore.tracking.format import pick_samples
 from rlcore.trainer.sources import ReplaySource
-from rlcore.view.comparison import _flip, mean_of, rewards_of
+from rlcore.view.comparison import _flip, _mean_reward
 from rollout.collection.buffer import BufferedGroup, decode
 from rollout.collection.group_runner import Group
 
@@ -84,8 +84,8 @@ def test_a_checkpoint_keeps_them() -> None:
 
 def test_pages_and_terminal_show_them_last_and_in_no_mean() -> None:
     records = [sample(reward).to_record() for reward in (1.0, math.nan, 0.0)]
-    assert mean_of(rewards_of(records)) == 0.5
-    assert mean_of([]) is None
+    assert _mean_reward(records) == 0.5
+    assert _mean_reward([]) is None
     for record, metadata in zip(records, ({"correct": True}, {"reward_error": "down"}, {})):
         record["metadata"] = metadata
     records[2]["metadata"] = {"correct": False}

@@ -17,12 +17,11 @@ import pytest
 
 from rlcore.data.sample import Sample, TurnSpan, VersionSpan
 from rlcore.errors import UserError
-from rlcore.launch.commands.view import greeting, named, open_run
+from rlcore.launch.commands.view import RunApi, greeting, named
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.sample_index import write_index
 from rlcore.view import comparison
-from rlcore.view.api import Api
 from rlcore.view.comparison import answers_of, sets_of
 from rlcore.view.export import export_page
 from rlcore.view.metrics import MAX_POINTS, MetricsTable
@@ -48,30 +47,21 @@ def record(run: RunDirectory, step: int, samples: Sequence[Sample]) -> None:
 
 def sample(k: int) -> Sample:
     return Sample(
-        draw=k // 2,
-        index=k % 2,
-        prompt_id=f"file:{k // 2}",
-        group_id=k // 2,
-        rollout_id=k,
-        tokens=np.arange(3, dtype=np.int32),
-        loss_mask=np.array([0, 1, 1], dtype=np.uint8),
-        rollout_logprobs=np.zeros(2, dtype=np.float32),
-        versions=(VersionSpan(0, 0, 2),),
-        finish_reason="stop",
-        reward=float(k),
-        prompt_text="Prompt",
-        response_text=f"answer {k}",
-    )
+        draw=k // 2, index=k % 2, prompt_id=f"file:{k // 2}", group_id=k // 2, rollout_id=k,
+        tokens=np.arange(3, dtype=np.int32), loss_mask=np.array([0, 1, 1], dtype=np.uint8),
+        rollout_logprobs=np.zeros(2, dtype=np.float32), versions=(VersionSpan(0, 0, 2),),
+        finish_reason="stop", reward=float(k), prompt_text="Prompt", response_text=f"answer {k}",
+    )  # fmt: skip
 
 
 @pytest.fixture
 def view(run: RunDirectory) -> RunView:
-    return open_run("run", run.path)
+    return RunView("run", run.path)
 
 
 @pytest.fixture
 def server(view: RunView) -> Iterator[ViewServer]:
-    made = ViewServer(Api([view], follow=False))
+    made = ViewServer(RunApi([view], follow=False))
     thread = threading.Thread(target=made.serve)
     thread.start()
     yield made
@@ -90,10 +80,17 @@ def ask(server: ViewServer, path: str, *, method: str = "GET", host: str | None 
     return found
 
 
-def get(server: ViewServer, name: str) -> object:
+def get(server: ViewServer, name: str) -> Any:
     status, _, content = ask(server, f"/{server.token}/api/{name}")
     assert status == 200, content
     return json.loads(content)
+
+
+def refused(server: ViewServer, asked: str, said: str = "") -> None:
+    status, _, content = ask(server, f"/{server.token}/api/{asked}")
+    assert status == 400
+    assert json.loads(content)["error"]
+    assert said in content.decode()
 
 
 def test_the_page_allows_its_own_scripts_alone(server: ViewServer) -> None:
@@ -115,36 +112,27 @@ def test_without_the_token_there_is_nothing(server: ViewServer, path: str) -> No
     assert b"run" not in content.replace(b"rlcore view has printed", b"")
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example:1"]
-)
-def test_another_host_name_is_refused(server: ViewServer, host: str) -> None:
-    assert ask(server, f"/{server.token}/api/runs", host=host)[0] == 403
-
-
-@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1:9", "[::1]:9", "LOCALHOST"])
-def test_the_other_end_of_a_tunnel_is_let_in(server: ViewServer, host: str) -> None:
-    assert ask(server, f"/{server.token}/api/runs", host=host)[0] == 200
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
-def test_it_only_reads(server: ViewServer, method: str) -> None:
-    assert ask(server, f"/{server.token}/api/runs", method=method)[0] == 501
+HERE = ["localhost:9", "127.0.0.1:9", "[::1]:9", "LOCALHOST"]  # the other end of a tunnel, too
+ELSEWHERE = ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example:1"]
+FILES = ["../server.py", "static/style.css", "..%2fserver.py", "apis/runs", "index.html"]
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "given", "status"),
     [
-        "../server.py",
-        "static/style.css",
-        "..%2fserver.py",
-        "apis/runs",
-        "index.html",
-        "/etc/passwd",
+        *[("api/runs", {"host": host}, 200) for host in HERE],
+        *[("api/runs", {"host": host}, 403) for host in ELSEWHERE],
+        *[
+            ("api/runs", {"method": method}, 501)
+            for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD")
+        ],
+        *[(path, {}, 404) for path in (*FILES, "/etc/passwd")],
     ],
 )
-def test_no_other_file_is_served(server: ViewServer, path: str) -> None:
-    assert ask(server, f"/{server.token}/{path}")[0] == 404
+def test_it_only_reads_its_own_files_under_its_own_name(
+    server: ViewServer, path: str, given: dict[str, str], status: int
+) -> None:
+    assert ask(server, f"/{server.token}/{path}", **given)[0] == status
 
 
 @pytest.mark.parametrize(
@@ -158,31 +146,29 @@ def test_no_other_file_is_served(server: ViewServer, path: str) -> None:
      "draw?run=run&draw=0", "evaluation?run=run&step=9&before=9"],
 )  # fmt: skip
 def test_wrong_requests_are_told_so(server: ViewServer, asked: str) -> None:
-    status, _, content = ask(server, f"/{server.token}/api/{asked}")
-    assert status == 400
-    assert json.loads(content)["error"]
+    refused(server, asked)
 
 
 def test_samples_are_sorted_searched_and_shown(server: ViewServer, run: RunDirectory) -> None:
     found = get(server, "samples?run=run&sort=-reward&limit=2")
-    assert [row["reward"] for row in found["rows"]] == [5.0, 4.0]  # type: ignore[index]
-    assert get(server, "search?run=run&text=ANSWER+3")["rows"][0]["reward"] == 3.0  # type: ignore[index]
+    assert [row["reward"] for row in found["rows"]] == [5.0, 4.0]
+    assert get(server, "search?run=run&text=ANSWER+3")["rows"][0]["reward"] == 3.0
     few = "&filter=[[%22reward%22,%22<%22,3]]"
-    assert get(server, f"search?run=run&text=answer{few}")["rows"][-1]["reward"] == 2.0  # type: ignore[index]
-    assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
-    assert get(server, "prompt?run=run&step=1&draw=1&index=1")["total"] == 2  # type: ignore[index]
+    assert get(server, f"search?run=run&text=answer{few}")["rows"][-1]["reward"] == 2.0
+    assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]
+    assert get(server, "prompt?run=run&step=1&draw=1&index=1")["total"] == 2
     record(run, 2, [sample(9)])
-    (listed,) = get(server, "runs")["runs"]  # type: ignore[index]
+    (listed,) = get(server, "runs")["runs"]
     assert (listed["steps"]["last"], listed["samples"]) == (2, 7)
     record(run, 2, [sample(9), sample(10)])
-    assert get(server, "runs")["runs"][0]["samples"] == 8, "it was recorded anew"  # type: ignore[index]
+    assert get(server, "runs")["runs"][0]["samples"] == 8, "it was recorded anew"
 
 
 def test_words_of_a_conversation_are_found(server: ViewServer, run: RunDirectory) -> None:
     said = [{"role": "assistant", "content": 'Far from "Zanzibar".'}]
     asked = replace(sample(1), messages=said, turn_spans=(TurnSpan(0, 1, 0, 2),))
     record(run, 1, [sample(0), asked])
-    [row] = get(server, "search?run=run&text=from+%22zanzibar")["rows"]  # type: ignore[index]
+    [row] = get(server, "search?run=run&text=from+%22zanzibar")["rows"]
     assert row["reward"] == 1.0
 
 
@@ -192,17 +178,21 @@ def test_metrics_with_nan_and_a_torn_line(server: ViewServer) -> None:
         "b": {"run": {"steps": [1, 2], "values": [2.5, 3.0]}},
         "a": {"run": {"steps": [1], "values": [None]}},  # the line has a gap there
     }
-    [run] = get(server, "runs")["runs"]  # type: ignore[index]
+    [run] = get(server, "runs")["runs"]
     assert run["newest"] == {"step": 2.0, "b": 3.0}
     assert "a" in run["metrics"]
 
 
+def table_of(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[MetricsTable, Path]:
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return MetricsTable(lambda: path), path
+
+
 def test_values_that_are_not_finite_are_shown_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "a": 1.0 if step < 5000 else math.nan} for step in range(5001)]
     rows += [{"step": 5001, "a": math.nan, "high": math.inf, "eval/score": -math.inf}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = MetricsTable(lambda: path)
+    table, _ = table_of(tmp_path, rows)
     assert table.newest() == {
         "step": 5001, "a": "NaN", "high": "Infinity", "eval/score": "-Infinity"
     }  # fmt: skip
@@ -214,13 +204,11 @@ def test_values_that_are_not_finite_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_metrics_that_are_no_numbers_begin_late_or_end(tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [{"step": step, "a": step} for step in range(9)]
+    rows: list[dict[str, Any]] = [{"step": step, "a": step} for step in range(9)]
     rows[2] |= {"a": None, "text": "x", "true": True}
     rows[3] |= {"a": "x", "late": 0.5, "text": "y"}
     rows += [{"step": 10**30, "a": 1}, {"step": 5000, "a": 10**400, "new": 1}]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = MetricsTable(lambda: path)
+    table, path = table_of(tmp_path, rows)
     assert table.names() == ["a", "late", "new", "step", "true"]
     assert list(table.steps) == [*range(9), 5000]
     assert table.rows([2, 3, 4]) == [
@@ -242,13 +230,13 @@ def test_a_step_without_its_samples_is_compared_by_what_is_left(
     for step in (1, 2):
         record(run, step, [sample(k) for k in range(6)])
     asked = "compare?a=run&a_step=1&b=run&b_step=2"
-    assert len(get(server, asked)["prompts"]) == 3  # type: ignore[index]
+    assert len(get(server, asked)["prompts"]) == 3
     run.rollouts_path(1).unlink()  # as tracking.keep_rollouts does
     found = get(server, asked)
-    assert found["prompts"] == []  # type: ignore[index]
-    assert "samples of step 1 are not on the disk" in found["missing"]  # type: ignore[index]
-    assert ["b", 2.5, 3.0] in found["metrics"]  # type: ignore[index]
-    assert [sum(side) for side in found["histograms"]] == [6, 6]  # type: ignore[index]
+    assert found["prompts"] == []
+    assert "samples of step 1 are not on the disk" in found["missing"]
+    assert ["b", 2.5, 3.0] in found["metrics"]
+    assert [sum(side) for side in found["histograms"]] == [6, 6]
 
 
 @pytest.mark.parametrize("name", ["rollouts", "index"])
@@ -259,9 +247,7 @@ def test_links_out_of_the_run_are_not_followed(
     secret = run.path.parent / "secret"
     path.rename(secret)
     path.symlink_to(secret)
-    status, _, content = ask(server, f"/{server.token}/api/sample?run=run&step=1&draw=0&index=0")
-    assert status == 400
-    assert b"link out of the run" in content
+    refused(server, "sample?run=run&step=1&draw=0&index=0", "link out of the run")
 
 
 def test_what_few_readers_of_json_know_is_shown_and_exported(
@@ -274,7 +260,7 @@ def test_what_few_readers_of_json_know_is_shown_and_exported(
     export_page(server.api, target, step=None)
     exported = embedded(target)["runs"]["run"]["samples"]["1:0:0"]
     for page in (shown, exported):
-        assert page["record"]["metadata"] == metadata | {"loss": None}  # type: ignore[index]
+        assert page["record"]["metadata"] == metadata | {"loss": None}
 
 
 def embedded(page: Path) -> Any:
@@ -299,8 +285,8 @@ def test_an_exported_page_has_no_folders_of_the_machine(run: RunDirectory, tmp_p
     run.result_path.write_text(json.dumps({"status": "failed", "reason": error, "steps": 2}))
     config = {"model": {"path": str(folder / "model")}, "run": {"dir": str(folder)}}
     run.config_path.write_text(json.dumps(config))
-    view = open_run("run", run.path)
-    export_page(Api([view], follow=False), tmp_path / "page.html", step=None)
+    view = RunView("run", run.path)
+    export_page(RunApi([view], follow=False), tmp_path / "page.html", step=None)
     found = embedded(tmp_path / "page.html")
 
     page = found["runs"]["run"]["samples"]["2:0:0"]
@@ -341,14 +327,9 @@ def test_evaluations_are_read_without_their_tokens(
     assert not {"tokens", "rollout_logprobs", "response_text"} & read
     [flipped, *_] = answers_of(view, "", 1, 0)["rows"]
     assert flipped["flip"] == "better"
-    told = {
-        "response": "answer 2",
-        "length": 2,
-        "finish": "stop",
-        "reward": 0.375,
-        "verdict": "right",
-    }
-    assert {name: flipped["now"][name] for name in told} == told
+    told = {"response": "answer 2", "length": 2, "finish": "stop", "reward": 0.375}
+    told |= {"verdict": "right"}
+    assert told.items() <= flipped["now"].items()
     assert "tokens" not in read
 
 
@@ -382,9 +363,7 @@ def test_a_ledger_out_of_the_run_is_not_read(server: ViewServer, run: RunDirecto
     secret.write_text(json.dumps({"failed": [0], "kind": "theirs"}) + "\n")
     run.ledger_path.symlink_to(secret)
     for asked in ("ledger?run=run", "draw?run=run&draw=0"):
-        status, _, content = ask(server, f"/{server.token}/api/{asked}")
-        assert status == 400
-        assert b"link out of the run" in content
+        refused(server, asked, "link out of the run")
 
 
 def test_requests_that_meet_count_each_line_of_the_ledger_once(
@@ -392,17 +371,16 @@ def test_requests_that_meet_count_each_line_of_the_ledger_once(
 ) -> None:
     failed = "".join(json.dumps({"failed": [draw], "kind": "slow"}) + "\n" for draw in range(9000))
     run.ledger_path.write_text(failed)
+    api = RunApi([view], follow=False)
     with ThreadPoolExecutor(4) as threads:
-        told = [*threads.map(lambda _: view.ledger.untrained()["counts"], range(4))]
+        asked = threads.map(lambda _: api.answer("ledger", {"run": ["run"]}), range(4))
+        told = [answer["counts"] for answer in asked]
     assert told == [[["failed", "slow", 9000]]] * 4
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+def test_runs_are_named_and_other_folders_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run"):
-        open_run("x", tmp_path)
-
-
-def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+        RunView("x", tmp_path)
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / ".." / "a" / "run"]
     assert [*named(paths)] == ["run", "b/run"]
 
