@@ -52,9 +52,13 @@ def _print_traceback(
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    command = COMMANDS[arguments.command]
     try:
-        return command(arguments)
+        result = COMMANDS[arguments.command](arguments)
+        if isinstance(result, int):
+            return result
+        for line in result:
+            print(printable(line))
+        return 0
     except (UserError, RunFailed) as error:
         # Several ranks may raise the same error: one of each node prints it.
         if first_on_node():
@@ -140,13 +144,12 @@ def validate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def data(arguments: argparse.Namespace) -> int:
+def data(arguments: argparse.Namespace) -> Iterable[str]:
     """Print rows as the model will see them, and count their tokens."""
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.data import show_data
 
-    shown = show_data(loaded.config, rows=arguments.rows, ask_services=arguments.ask_services)
-    return _print_lines(shown)
+    return show_data(loaded.config, rows=arguments.rows, ask_services=arguments.ask_services)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -219,35 +222,31 @@ def compare(arguments: argparse.Namespace) -> int:
     return compare_runs(arguments.a, arguments.b, tolerance=arguments.tolerance)
 
 
-def plan_layouts(arguments: argparse.Namespace) -> int:
+def plan_layouts(arguments: argparse.Namespace) -> Iterable[str]:
     """Print the layouts that fit."""
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
-    return _print_lines(
-        plan(
-            loaded.config,
-            trainer_gpus=arguments.trainer_gpus,
-            engine_gpus=arguments.engine_gpus,
-            gpu_memory=arguments.gpu_memory,
-            gpu=arguments.gpu,
-        )
+    return plan(
+        loaded.config,
+        trainer_gpus=arguments.trainer_gpus,
+        engine_gpus=arguments.engine_gpus,
+        gpu_memory=arguments.gpu_memory,
+        gpu=arguments.gpu,
     )
 
 
-def dry_run(arguments: argparse.Namespace) -> int:
+def dry_run(arguments: argparse.Namespace) -> Iterable[str]:
     """Print the memory and the work of single ranks of a configuration."""
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.dryrun import dry_run as rehearse
 
-    return _print_lines(
-        rehearse(
-            loaded.config,
-            world=arguments.world,
-            ranks=arguments.rank,
-            skew=arguments.skew,
-            gpu_memory=arguments.gpu_memory,
-        )
+    return rehearse(
+        loaded.config,
+        world=arguments.world,
+        ranks=arguments.rank,
+        skew=arguments.skew,
+        gpu_memory=arguments.gpu_memory,
     )
 
 
@@ -264,32 +263,31 @@ def view(arguments: argparse.Namespace) -> int:
     )
 
 
-def status(arguments: argparse.Namespace) -> int:
+def status(arguments: argparse.Namespace) -> Iterable[str]:
     """Print the progress and the engines of a run, or the runs on a Ray cluster."""
     if arguments.run is not None:
         from rlcore.launch.run_folder import describe_run
 
-        return _print_lines(describe_run(arguments.run))
+        return describe_run(arguments.run)
     from rlcore.launch.launchers import need_ray
 
     need_ray()
     from rlcore.launch.ray import status as runs
 
-    return _print_lines(runs.status(arguments.address))
+    return runs.status(arguments.address)
 
 
-def stop(arguments: argparse.Namespace) -> int:
+def stop(arguments: argparse.Namespace) -> Iterable[str]:
     """Ask a run on a Ray cluster to end cleanly, and wait for its end."""
     from rlcore.launch.launchers import need_ray
 
     need_ray()
     from rlcore.launch.ray import status as runs
 
-    print(runs.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
-    return 0
+    return [runs.stop(arguments.run, arguments.address, timeout_s=arguments.timeout)]
 
 
-def init_model(arguments: argparse.Namespace) -> int:
+def init_model(arguments: argparse.Namespace) -> Iterable[str]:
     """Write a small model with random weights."""
     from transformers.utils import logging
 
@@ -300,29 +298,27 @@ def init_model(arguments: argparse.Namespace) -> int:
     given = {name: options[name] for name in MODEL_OPTIONS if options[name] is not None}
     spec = ModelSpec.preset(arguments.preset, **given)
     logging.disable_progress_bar()
-    parameters = write(arguments.folder, spec, overwrite=arguments.overwrite)
-    print(
-        f"{arguments.folder}: {spec.family}, {parameters:,} parameters, {spec.vocab_size} symbols"
-    )
-    return 0
+    count = write(arguments.folder, spec, overwrite=arguments.overwrite)
+    described = f"{spec.family}, {count:,} parameters, {spec.vocab_size} symbols"
+    return [f"{arguments.folder}: {described}"]
 
 
-def metrics(arguments: argparse.Namespace) -> int:
+def metrics(arguments: argparse.Namespace) -> Iterable[str]:
     """Print the definition of every metric."""
     from rlcore.launch.commands.catalogue import list_metrics, metrics_page
 
-    return _print_lines(metrics_page().splitlines() if arguments.markdown else list_metrics())
+    return metrics_page().splitlines() if arguments.markdown else list_metrics()
 
 
-def config(arguments: argparse.Namespace) -> int:
+def config(arguments: argparse.Namespace) -> Iterable[str]:
     """Print every key of a configuration, or the algorithms with their keywords."""
     if arguments.algorithms:
         from rlcore.launch.commands.catalogue import list_algorithms
 
-        return _print_lines(list_algorithms())
+        return list_algorithms()
     from rlcore.config.reference import list_keys, reference_page
 
-    return _print_lines(reference_page().splitlines() if arguments.markdown else list_keys())
+    return reference_page().splitlines() if arguments.markdown else list_keys()
 
 
 def _load(settings: Sequence[str]) -> Loaded:
@@ -333,31 +329,11 @@ def _load(settings: Sequence[str]) -> Loaded:
     return loaded
 
 
-def _print_lines(lines: Iterable[str]) -> int:
-    """Print lines as they come, and return the exit code."""
-    for line in lines:
-        print(printable(line))
-    return 0
-
-
 # Commands whose output is not their purpose: for them a closed pipe is a failure.
 _LONG = frozenset({"train", "eval", "engine"})
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "train": train,
-    "validate": validate,
-    "data": data,
-    "doctor": doctor,
-    "eval": evaluate,
-    "plan": plan_layouts,
-    "dryrun": dry_run,
-    "engine": engine,
-    "export": export,
-    "ledger": ledger,
-    "compare": compare,
-    "view": view,
-    "status": status,
-    "stop": stop,
-    "init-model": init_model,
-    "metrics": metrics,
-    "config": config,
-}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | Iterable[str]]] = {
+    "train": train, "validate": validate, "data": data, "doctor": doctor, "eval": evaluate,
+    "plan": plan_layouts, "dryrun": dry_run, "engine": engine, "export": export, "ledger": ledger,
+    "compare": compare, "view": view, "status": status, "stop": stop, "init-model": init_model,
+    "metrics": metrics, "config": config,
+}  # fmt: skip

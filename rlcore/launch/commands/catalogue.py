@@ -29,17 +29,11 @@ _LABELS = 10  # columns of the labels
 
 def list_metrics() -> Iterator[str]:
     """Yield one line a metric: name, unit, what it is averaged over, definition."""
-    specs = list(METRICS.values())
-    widths = [
-        max(len(getattr(spec, column)) for spec in specs)
-        for column in ("name", "unit", "denominator")
-    ]
-    for spec in specs:
-        cells = (spec.name, spec.unit, spec.denominator)
-        yield (
-            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths))
-            + f"  {spec.definition}"
-        )
+    rows = [(spec.name, spec.unit, spec.denominator, spec.definition) for spec in METRICS.values()]
+    widths = [max(map(len, column)) for column in zip(*rows)][:3]
+    for *cells, definition in rows:
+        aligned = (cell.ljust(width) for cell, width in zip(cells, widths))
+        yield "  ".join([*aligned, definition])
 
 
 def metrics_page() -> str:
@@ -132,38 +126,28 @@ def _fields(
     """Return the batch fields that the plugin needs, and those that it uses if present."""
     try:
         built = build(plugin.name)
-        coefficients = {
-            name: build(plugin.name, **{name: 1.0}).needs
-            for name in COEFFICIENTS
-            if name in keywords
-        }
+        needs = [", ".join(sorted(built.needs))]
+        for name in filter(keywords.__contains__, COEFFICIENTS):
+            if more := build(plugin.name, **{name: 1.0}).needs - built.needs:
+                needs.append(f"{', '.join(sorted(more))} where {name} is not 0")
     # A keyword has no default, or the constructor rejects these values.
     except (ValueError, TypeError):
         return [("needs", "depends on its keywords")]
-    needs = [", ".join(sorted(built.needs))]
-    for name, fields in coefficients.items():
-        if more := fields - built.needs:
-            needs.append(f"{', '.join(sorted(more))} where {name} is not 0")
     if getattr(built, "has_batch_stats", False):
         needs.append("a look at the whole optimizer step")
     return [("needs", "; ".join(filter(None, needs))), ("takes", ", ".join(sorted(built.optional)))]
 
 
 def _entry(name: str, sentence: str, rows: list[tuple[str, str]]) -> Iterator[str]:
-    yield from _wrapped(f"  {name}" + (": " if sentence else ""), sentence, indent=4)
-    for label, text in rows:
-        if text:
-            yield from _wrapped(f"    {label:<{_LABELS}}", text)
-
-
-def _wrapped(start: str, text: str, *, indent: int | None = None) -> Iterator[str]:
-    later = " " * (len(start) if indent is None else indent)
-    lines = textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return iter(lines or [start])
+    title = f"  {name}: " if sentence else f"  {name}"
+    for label, text in [(title, sentence), *rows]:
+        start = label if label == title else f"    {label:<{_LABELS}}"
+        if text or label == title:
+            yield from textwrap.wrap(
+                text,
+                WIDTH,
+                initial_indent=start,
+                subsequent_indent=" " * (4 if label == title else len(start)),
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [start]

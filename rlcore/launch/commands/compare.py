@@ -67,24 +67,18 @@ def _environment(start: Mapping[str, Any]) -> dict[str, Any]:
 
 def _different_settings(a: Path, b: Path) -> Pairs:
     """Return the keys whose values differ, each value followed by its origin."""
-    values: list[dict[str, str]] = []
-    shown: list[dict[str, str]] = []
-    for run in (a, b):
+    values: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    shown: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for run, own, with_origin in zip((a, b), values, shown):
         path = RunDirectory(run).config_path
         lines = path.read_text(encoding="utf-8").splitlines()
-        values.append({})
-        shown.append({})
         for keys, setting in settings(read_file(path)):
             name = ".".join(keys)
-            value = json.dumps(setting.value)
+            own[name] = json.dumps(setting.value)
             _, mark, origin = lines[int(setting.origin.rpartition(":")[2]) - 1].rpartition("  # ")
-            values[-1][name] = value
-            shown[-1][name] = f"{value}  ({origin})" if mark else value
-    return {
-        name: (shown[0].get(name, ABSENT), shown[1].get(name, ABSENT))
-        for name in _different(*values)
-        if name != "run.name"
-    }
+            with_origin[name] = f"{own[name]}  ({origin})" if mark else own[name]
+    names = _different(*values).keys() - {"run.name"}
+    return {name: pair for name, pair in _different(*shown).items() if name in names}
 
 
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:

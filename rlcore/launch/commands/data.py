@@ -62,7 +62,15 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
     prompts = load_prompts(config, tokenizer)
     yield from report("data", config, prompts)
     if any(source.weight for source in config.data.sources.values()):
-        yield from ("", *_weights(config, prompts))
+        found = shares(config, prompts)
+        total = sum(share.weight for share in found)
+        draws = prompt_stream(config, prompts).size
+        yield ""
+        yield f"draws by source (an epoch is {draws:,} draws)"
+        for share in found:
+            part = share.weight / total
+            passes = part * draws / share.size
+            yield f"  {share.name}: {part:.1%}, each row {passes:.2g} times an epoch"
     for given in evaluation_sets(config):
         own = given.config(config)
         prompts = load_prompts(
@@ -78,13 +86,19 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
 
 
 def _supervised(config: Config, tokenizer: PreTrainedTokenizerBase, rows: int) -> Iterator[str]:
-    """Yield the report of labelled rows."""
+    """Yield the report of labelled rows, with the turns that fine-tuning trains on."""
     prompts, answers = labelled_rows(config, tokenizer)
     yield from (f"data: {part}" for part in prompts.all_examples.parts)
     for row in _shown(prompts, rows):
         yield ""
         yield from _row(prompts, row, tokenizer)
-        yield from _trained(answers, row, tokenizer)
+        sequences = answers.of_row(row)
+        for number, (tokens, turns) in enumerate(sequences, start=1):
+            if len(sequences) > 1:
+                yield f"sequence {number} of {len(sequences)}, {len(tokens)} tokens"
+            for start, end in turns:
+                said = tokenizer.decode(tokens[start:end].tolist())
+                yield f"trained  {end - start} tokens behind {start}: {said!r}"
     yield from ("", *_lengths(prompts, answers))
 
 
@@ -102,17 +116,6 @@ def _row(prompts: PromptSet, row: int, tokenizer: PreTrainedTokenizerBase) -> It
     spelled = ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in ids)
     yield f"tokens   {spelled}{more}"
     yield f"label    {prompt.label!r}"
-
-
-def _trained(answers: Answers, row: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the turns that supervised fine-tuning trains on, sequence by sequence."""
-    sequences = answers.of_row(row)
-    for number, (tokens, turns) in enumerate(sequences, start=1):
-        if len(sequences) > 1:
-            yield f"sequence {number} of {len(sequences)}, {len(tokens)} tokens"
-        for start, end in turns:
-            said = tokenizer.decode(tokens[start:end].tolist())
-            yield f"trained  {end - start} tokens behind {start}: {said!r}"
 
 
 # --- rewards --------------------------------------------------------------------------------------
@@ -158,11 +161,9 @@ class _Rewards:
             return
         right = [one for one in scored if one.answer.kind is RIGHT]
         wrong = [one for one in scored if one.answer.kind in (OTHER, REFUSED)][:1]
-        if not scored:
-            yield "reward   has not answered in time (reward.timeout_s)"
-        elif not right:
-            yield "reward   not tried: the label is not an answer"
         if not right:
+            why = "not tried: the label is not an answer"
+            yield f"reward   {why if scored else 'has not answered in time (reward.timeout_s)'}"
             return
         for one in (*right, *wrong):
             what = one.answer.described if one in right else "a wrong answer"
@@ -220,15 +221,3 @@ def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
         yield f"trained: {answers.trained:,} of {len(answers.tokens.values):,} tokens, in {in_all}"
     for limit, rows in prompts.left_out.items():
         yield f"left out: {len(rows):,} with more than {limit} tokens, the first is {rows.where(0)}"
-
-
-def _weights(config: Config, prompts: PromptSet) -> Iterator[str]:
-    """Yield the share of draws of each source."""
-    found = shares(config, prompts)
-    total = sum(share.weight for share in found)
-    stream = prompt_stream(config, prompts)
-    yield f"draws by source (an epoch is {stream.size:,} draws)"
-    for share in found:
-        part = share.weight / total
-        passes = part * stream.size / share.size
-        yield f"  {share.name}: {part:.1%}, each row {passes:.2g} times an epoch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ from rlcore.planning.fit import GIB, Needs, gib, model_weights, nccl_bytes, stag
 from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout, Load
 from rlcore.planning.report import describe
-from rlcore.planning.shape import ModelShape
 
 if TYPE_CHECKING:
     from backends.megatron.dryrun.rank import RankReport
@@ -47,10 +47,9 @@ def dry_run(
         RunFailed: at the end, if a rank does not fit its GPU.
     """
     world = world or world_size(config)
-    arch, job = _checked(config, world)
+    arch, job = _checked(config, world, skew)
     layout = configured_layout(config, arch, world)
     chosen = _ranks(layout, world, ranks)
-    _check_skew(layout, arch.shape, skew)
 
     from backends.megatron.dryrun.rank import Work, rehearse
     from backends.megatron.dryrun.stubs import LEFT_OUT
@@ -63,9 +62,7 @@ def dry_run(
         stage = rank // (world // layout.pipeline)
         packs = micro_batches_in_flight(layout, load.micro_batches, stage)
         in_flight = replace(load, micro_batches=packs)
-        work = Work(
-            in_flight.micro_batches, in_flight.tokens, job.length, job.trainable, job.siblings
-        )
+        work = Work(packs, load.tokens, job.length, job.trainable, job.siblings)
         with warnings.catch_warnings():
             # Megatron and torch give advice that concerns real ranks only.
             warnings.simplefilter("ignore")
@@ -96,16 +93,26 @@ def dry_run(
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
+def _checked(config: Config, world: int, skew: float) -> tuple[Architecture, Job]:
     if config.policy.fp8 is not None:
         raise ConfigError(
             "policy.fp8: a dry run has Megatron's own layers, which have no FP8; pass"
             " policy.fp8=null to see the needs in bf16"
         )
     arch, others = read_models(config, weights=False)
-    check_layout(arch, config.policy.parallel, world)
-    check_others(others, config.policy.parallel, world)
+    parallel = config.policy.parallel
+    check_layout(arch, parallel, world)
+    check_others(others, parallel, world)
     check_vocabularies(others, arch)
+    shape = arch.shape
+    # One expert-parallel rank can get no more tokens.
+    most = min(parallel.expert, shape.experts / shape.topk) if shape.experts else 1
+    if not 1 <= skew <= most:
+        raise UserError(
+            f"--skew: got {skew:g}, expected 1 (even) to {most:g}: the model has {shape.experts}"
+            f" experts, of which a token takes {shape.topk}, over {parallel.expert} ranks"
+            " (policy.parallel.expert)"
+        )
     return arch, make_job(config, arch, others)
 
 
@@ -125,29 +132,13 @@ def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]
     return list(given)
 
 
-def _check_skew(layout: Layout, shape: ModelShape, skew: float) -> None:
-    """Raise UserError for more tokens than one expert-parallel rank can get."""
-    most = min(layout.expert, shape.experts / shape.topk) if shape.experts else 1
-    if not 1 <= skew <= most:
-        raise UserError(
-            f"--skew: got {skew:g}, expected 1 (even) to {most:g}: the model has {shape.experts}"
-            f" experts, of which a token takes {shape.topk}, over {layout.expert} ranks"
-            " (policy.parallel.expert)"
-        )
-
-
 # --- report ---------------------------------------------------------------------------------------
 
 
 def _verdict(
     peak: tuple[int, int, str], nccl: int, capacity: int, ranks: Sequence[int], world: int
 ) -> str:
-    """Return the verdict of a run that fits. Raises RunFailed with advice if a rank does not fit.
-
-    Args:
-        peak: bytes, rank and phase of the largest peak.
-        nccl: bytes of NCCL's buffers, which `peak` excludes.
-    """
+    """Return the verdict of a run that fits. Raises RunFailed if a rank does not fit."""
     size, rank, phase = peak
     limit = usable(capacity)
     which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world}"
@@ -194,15 +185,16 @@ def _rank_lines(
 
 def _collectives(report: RankReport) -> Iterator[str]:
     """Yield a step's collective calls by group, and the numbers that the host reads."""
-    total: dict[tuple[str, str], list[int]] = {}
+    calls: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     for name, phase in report.phases.items():
         if name.endswith((" pass", "backward", "step")):
-            for key, (calls, size) in phase.collectives.items():
-                entry = total.setdefault(key, [0, 0])
-                entry[0] += calls
-                entry[1] += size
-    for (group, operation), (calls, size) in sorted(total.items()):
-        yield f"  {operation} in {group}: {calls} calls, {_gib(size)}"
+            for key, (count, size) in phase.collectives.items():
+                calls[key] += count
+                sizes[key] += size
+    for group, operation in sorted(calls):
+        of = f"{operation} in {group}: {calls[group, operation]} calls"
+        yield f"  {of}, {_gib(sizes[group, operation])}"
     for name, phase in report.phases.items():
         for location, count in phase.reads.items():
             yield f"  {name}: the host waits for {count} numbers at {location}"

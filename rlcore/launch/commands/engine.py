@@ -73,11 +73,8 @@ def serve_engines(
 
     _check(config, urls_file, node)
     keys = Keys.from_environment()
-    made = {
-        name: key
-        for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin))
-        if not os.environ.get(name)
-    }
+    known = {API_KEY: keys.api, ADMIN_KEY: keys.admin}
+    made = {name: key for name, key in known.items() if not os.environ.get(name)}
     # The trainer must be the first to make the run's own folder, so logs lie next to it, in a
     # subfolder of this machine.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
@@ -90,34 +87,34 @@ def serve_engines(
     keys_file = logs / "keys.sh"
 
     def announce(urls: Sequence[str]) -> None:
-        if node is not None and node.rank > 0:
-            print(f"ready: machine {node.rank} of the engine at {node.head}", flush=True)
-            if urls_file is not None:
-                write_atomic(urls_file, b"[]")
-            return
-        lines = ["ready. For the trainer:"]
-        # The keys go to a private file: other users may be able to read standard output.
-        if made:
-            exports = "".join(f"export {name}={key}\n" for name, key in made.items())
-            logs.mkdir(parents=True, exist_ok=True)
-            write_atomic(keys_file, exports.encode(), mode=0o600)
-            lines.append(f". {shlex.quote(str(keys_file.absolute()))}")
         listed = orjson.dumps(list(urls))
-        given = f"rollout.engine.kind={kind} rollout.engine.urls='{listed.decode()}'"
-        print(*lines, f"rlcore train ... {given}", sep="\n  ", flush=True)
+        if node is not None and node.rank > 0:
+            listed = b"[]"
+            lines = [f"ready: machine {node.rank} of the engine at {node.head}"]
+        else:
+            lines = ["ready. For the trainer:"]
+            # The keys go to a private file: other users may be able to read standard output.
+            if made:
+                exports = "".join(f"export {name}={key}\n" for name, key in made.items())
+                logs.mkdir(parents=True, exist_ok=True)
+                write_atomic(keys_file, exports.encode(), mode=0o600)
+                lines.append(f". {shlex.quote(str(keys_file.absolute()))}")
+            given = f"rollout.engine.kind={kind} rollout.engine.urls='{listed.decode()}'"
+            lines.append(f"rlcore train ... {given}")
+        print(*lines, sep="\n  ", flush=True)
         if urls_file is not None:
             write_atomic(urls_file, listed)
 
-    if urls_file is not None:
-        # Engines that were killed leave their file behind.
-        urls_file.unlink(missing_ok=True)
+    files = [keys_file] if urls_file is None else [keys_file, urls_file]
     try:
+        # Engines that were killed leave their files behind.
+        for file in files:
+            file.unlink(missing_ok=True)
         restart = config.rollout.engine.restart
         asyncio.run(run_servers(servers, announce, followers(config), restart=restart))
     finally:
-        keys_file.unlink(missing_ok=True)
-        if urls_file is not None:
-            urls_file.unlink(missing_ok=True)
+        for file in files:
+            file.unlink(missing_ok=True)
     return 0
 
 
@@ -225,7 +222,10 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
     restarted_at: list[float] = []
     while True:
         began = time.monotonic()
-        why = why or await _end(server)
+        if not why:
+            if server.ended is not None:
+                await asyncio.wait({server.ended})
+            why = f"{server.name} ended: {server.describe_end()}"
         now = time.monotonic()
         if now - began > restart.max_backoff_s:
             failed_starts = 0
@@ -233,9 +233,8 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
         if len(restarted_at) >= restart.limit:
             break
         pause_s = pause_before(restart, failed_starts)
-        _say(why)
         _say(
-            f"{server.name} is started again in {pause_s:g} s: {len(restarted_at) + 1} of"
+            f"{why}\n{server.name} is started again in {pause_s:g} s: {len(restarted_at) + 1} of"
             f" {restart.limit} (rollout.engine.restart.limit)"
         )
         await asyncio.sleep(pause_s)
@@ -252,12 +251,6 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
     _say(why)
     _say(f"{server.name} is left alone from now on (rollout.engine.restart.limit: {restart.limit})")
     return why
-
-
-async def _end(server: ManagedServer) -> str:
-    if server.ended is not None:
-        await asyncio.wait({server.ended})
-    return f"{server.name} ended: {server.describe_end()}"
 
 
 def _say(text: str) -> None:

@@ -69,7 +69,8 @@ def evaluate_model(
         if name not in known:
             message = f"there is no set {name!r}, but: {', '.join(known) or 'none'}"
             raise loaded.error("evaluation.sets", message)
-    config = _generating(pin_initial_policy(loaded, resume=False).config)
+    config = pin_initial_policy(loaded, resume=False).config
+    _adapt(config, in_one_process=not (all_ranks or is_rank()))
     if sets:
         config.evaluation.paths = []
         config.evaluation.sets = {name: config.evaluation.sets[name] for name in sets}
@@ -86,8 +87,6 @@ def evaluate_model(
             check_model(config, config.cluster.processes_per_node)
             if config.cluster.processes_per_node > 1:
                 return launch_ranks(replace(loaded, config=config), arguments)
-        elif not is_rank():
-            config = _in_one_process(config)
         service = begin_service(config, stack)
         process = stack.enter_context(join(config, has_steps=False))
         with process.reporting_errors():
@@ -114,9 +113,8 @@ def _evaluate(
     sharing = build_gpu_sharing(config, process, backend, handles)
     sync.barrier("building the model", timeout_s=start_s)
     start_engines(process, config, handles)
-    journal = None
-    if handles is not None:
-        journal = VersionJournal(Path(config.run.dir) / "versions.jsonl")
+    versions = Path(config.run.dir) / "versions.jsonl"
+    journal = None if handles is None else VersionJournal(versions)
     publisher = build_weight_publisher(config, process, backend, handles, journal, stack)
     assert publisher is not None
     found: list[Scored] = []
@@ -184,18 +182,12 @@ def _answer(sample: Sample, branch: Branch) -> dict[str, Any]:
     return found | {key: sample.metadata[key] for key in VERDICTS if key in sample.metadata}
 
 
-def _in_one_process(config: Config) -> Config:
-    """Return the configuration without a layout, for one process that trains nothing."""
-    config = config.model_copy(deep=True)
-    config.policy.parallel = ParallelConfig()
-    config.policy.optimizer.distributed = False
-    config.cluster.launcher = "local"
-    config.cluster.processes_per_node = 1
-    return config
+def _adapt(config: Config, *, in_one_process: bool) -> None:
+    """Turn any run, also a supervised one or a replay without an engine, into one that generates.
 
-
-def _generating(config: Config) -> Config:
-    """Turn a supervised run or a replay, which have no engine, into a run that generates."""
+    Args:
+        in_one_process: drop the layout, since one process that trains nothing holds the model.
+    """
     config.training.debug = None
     config.training.replay = None
     config.training.replay_from = None
@@ -204,7 +196,11 @@ def _generating(config: Config) -> Config:
         config.rollout.sampling.max_new_tokens = config.evaluation.max_new_tokens
     if config.is_sft:
         config.algorithm.loss = LossConfig()
-    return config
+    if in_one_process:
+        config.policy.parallel = ParallelConfig()
+        config.policy.optimizer.distributed = False
+        config.cluster.launcher = "local"
+        config.cluster.processes_per_node = 1
 
 
 def _policy_only(config: Config, process: Process, stack: ExitStack) -> PolicyBackend:

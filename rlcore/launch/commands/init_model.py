@@ -170,14 +170,7 @@ def char_tokenizer(
 
 def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     """The family's own configuration class with our sizes."""
-    from transformers import (
-        DeepseekV3Config,
-        LlamaConfig,
-        MixtralConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
+    import transformers
 
     sizes: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
@@ -194,35 +187,35 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     }
     # This class derives the head size from hidden / heads.
     if spec.family == "qwen2":
-        return Qwen2Config(**sizes)
+        return transformers.Qwen2Config(**sizes)
+    head = spec.hidden // spec.heads
     width = max(spec.intermediate // 2, 1)
     if spec.family == "deepseek_v3":
-        return DeepseekV3Config(**sizes | _latent_sizes(spec), moe_intermediate_size=width)
-    sizes["head_dim"] = spec.hidden // spec.heads
+        # A dense first layer and one group of experts.
+        latent = {
+            "num_key_value_heads": spec.heads,
+            "q_lora_rank": spec.hidden // 2,
+            "kv_lora_rank": spec.hidden // 4,
+            "qk_nope_head_dim": head,
+            "qk_rope_head_dim": max(head // 4 * 2, 2),
+            "v_head_dim": head,
+            "n_routed_experts": spec.experts,
+            "num_experts_per_tok": spec.experts_per_token,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": min(1, spec.layers - 1),
+            "num_nextn_predict_layers": 0,
+            "moe_intermediate_size": width,
+        }
+        return transformers.DeepseekV3Config(**sizes | latent)
+    sizes["head_dim"] = head
     experts = {"num_experts_per_tok": spec.experts_per_token, "num_local_experts": spec.experts}
     if spec.family == "qwen3_moe":
-        return Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=width, norm_topk_prob=True)
+        return transformers.Qwen3MoeConfig(
+            **sizes, **experts, moe_intermediate_size=width, norm_topk_prob=True
+        )
     if spec.family == "mixtral":
-        return MixtralConfig(**{**sizes, **experts, "intermediate_size": width})
-    families = {"qwen3": Qwen3Config, "llama": LlamaConfig}
-    return families[spec.family](**sizes)
-
-
-def _latent_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """Return the sizes of latent attention, with a dense first layer and one group of experts."""
-    head = spec.hidden // spec.heads
-    return {
-        "num_key_value_heads": spec.heads,
-        "q_lora_rank": spec.hidden // 2,
-        "kv_lora_rank": spec.hidden // 4,
-        "qk_nope_head_dim": head,
-        "qk_rope_head_dim": max(head // 4 * 2, 2),
-        "v_head_dim": head,
-        "n_routed_experts": spec.experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": min(1, spec.layers - 1),
-        "num_nextn_predict_layers": 0,
-    }
+        return transformers.MixtralConfig(**{**sizes, **experts, "intermediate_size": width})
+    is_llama = spec.family == "llama"
+    return (transformers.LlamaConfig if is_llama else transformers.Qwen3Config)(**sizes)

@@ -64,22 +64,22 @@ def life_of(history: History, draw: int) -> Iterator[str]:
         UserError: the draw was not made.
     """
     life = history.life(draw)
-    yield f"draw {draw}: {_state_of(history, draw, rewound=bool(life))}"
+    try:
+        ledger = history.at()
+        assert ledger is not None
+        if 0 <= draw < len(ledger):
+            state = ledger.state(draw)
+        elif life:
+            state = "not drawn, since it was rewound"
+        else:
+            raise UserError(
+                f"{history.path}: draw {draw} was not made; the ledger knows {len(ledger)}"
+            )
+    # Recovery: the draw's own lines can still be read.
+    except DataError as error:
+        state = f"in no one state, the journal contradicts itself: {error}"
+    yield f"draw {draw}: {state}"
     for number, transition, detail, rewound_by in life:
         suffix = "" if detail is None else f" ({NAMES[transition]} {detail})"
         suffix += "" if rewound_by is None else f", rewound by line {rewound_by}"
         yield f"  line {number:<8} {transition}{suffix}"
-
-
-def _state_of(history: History, draw: int, *, rewound: bool) -> str:
-    try:
-        ledger = history.at()
-    # Recovery: the draw's own lines can still be read.
-    except DataError as error:
-        return f"in no one state, the journal contradicts itself: {error}"
-    assert ledger is not None
-    if 0 <= draw < len(ledger):
-        return ledger.state(draw)
-    if not rewound:
-        raise UserError(f"{history.path}: draw {draw} was not made; the ledger knows {len(ledger)}")
-    return "not drawn, since it was rewound"

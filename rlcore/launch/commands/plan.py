@@ -120,27 +120,26 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
     """
     engine = config.rollout.engine
     if engine_gpus is not None:
+        got = f"--engine-gpus: got {engine_gpus}, but"
         if not _engine_gpus(config):
             raise UserError(
-                f"--engine-gpus: got {engine_gpus}, but there is {_engines(config)}:"
-                " leave it out, or change rollout.engine"
+                f"{got} there is {_engines(config)}: leave it out, or change rollout.engine"
             )
         if engine_gpus % engine.tensor_parallel:
             raise UserError(
-                f"--engine-gpus: got {engine_gpus}, but each engine takes {engine.tensor_parallel}"
+                f"{got} each engine takes {engine.tensor_parallel}"
                 " (rollout.engine.tensor_parallel): give a multiple, or change the key"
             )
-        count = engine_gpus // engine.tensor_parallel
-        listed = engine.gpus if len(engine.gpus) >= engine_gpus else []
-        engine = engine.model_copy(update={"count": count, "gpus": listed})
-        rollout = config.rollout.model_copy(update={"engine": engine})
-        config = config.model_copy(update={"rollout": rollout})
+        config = config.model_copy(deep=True)
+        engine = config.rollout.engine
+        engine.count = engine_gpus // engine.tensor_parallel
+        if len(engine.gpus) < engine_gpus:
+            engine.gpus = []
     nodes = 1
     # Colocated engines are on one machine, so the trainer is too.
     if trainer > GPUS_PER_NODE and not engine.colocated:
-        nodes = next(
-            n for n in range(2, trainer + 1) if trainer % n == 0 and trainer // n <= GPUS_PER_NODE
-        )
+        divisors = (n for n in range(2, trainer + 1) if trainer % n == 0)
+        nodes = next(n for n in divisors if trainer // n <= GPUS_PER_NODE)
     cluster: dict[str, Any] = {"nodes": nodes, "processes_per_node": trainer // nodes}
     needed = trainer + (0 if _shares_gpus(config) else _engine_gpus(config))
     if config.cluster.launcher == "local" and needed > GPUS_PER_NODE and not engine.colocated:
@@ -170,10 +169,11 @@ def _engines(config: Config) -> str:
     engine = config.rollout.engine
     if engine.urls_file is not None:
         return "engines by rollout.engine.urls_file, whose GPUs are not counted"
+    count = len(engine.urls) or engine.count
+    number = f"{count} engine{'s' * (count > 1)}"
     if engine.urls:
-        number = f"{len(engine.urls)} engine{'s' * (len(engine.urls) > 1)}"
         return f"{number} by rollout.engine.urls, whose GPUs are not counted"
-    number = f"{engine.count} engine{'s' * (engine.count > 1)} of TP {engine.tensor_parallel}"
+    number += f" of TP {engine.tensor_parallel}"
     if engine.device == "cpu":
         return f"{number} on the CPU"
     if own := _engine_gpus(config):
@@ -213,22 +213,23 @@ def _keys(config: Config, given: Config) -> dict[str, Any]:
     defaults = SimpleNamespace(
         cluster=ClusterConfig(), policy=PolicyConfig(), rollout=RolloutConfig()
     )
-    values = {}
-    for key in _DECIDED:
-        value = attrgetter(key)(config)
-        if value != attrgetter(key)(given) or value != attrgetter(key)(defaults):
-            values[key] = value
-    for name in _RECOMPUTE:
-        value = config.policy.megatron.get(name)
-        if value is not None or given.policy.megatron.get(name) is not None:
-            values[f"policy.megatron.{name}"] = value
     nested: dict[str, Any] = {}
-    for key, value in values.items():
+
+    def put(key: str, value: Any) -> None:
         *sections, name = key.split(".")
         section = nested
         for part in sections:
             section = section.setdefault(part, {})
         section[name] = value
+
+    for key in _DECIDED:
+        value = attrgetter(key)(config)
+        if value != attrgetter(key)(given) or value != attrgetter(key)(defaults):
+            put(key, value)
+    for name in _RECOMPUTE:
+        value = config.policy.megatron.get(name)
+        if value is not None or given.policy.megatron.get(name) is not None:
+            put(f"policy.megatron.{name}", value)
     return nested
 
 
@@ -262,15 +263,14 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         others: models with their own folder, by its key; other models have the policy's sizes.
     """
     policy = config.policy
-    shape = arch.shape
     passes = job_passes(config)
-    trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
+    trained = [Trained("policy", arch.shape, offload_optimizer=policy.optimizer.offload)]
     if passes.critic:
         given = config.critic
-        other = others.get("critic.path", arch).shape
-        optimizer = given.optimizer
+        shape = others.get("critic.path", arch).shape
+        offload = given.optimizer.offload
         trained.append(
-            Trained("critic", other, True, given.offload, optimizer.offload, optimizer.distributed)
+            Trained("critic", shape, True, given.offload, offload, given.optimizer.distributed)
         )
     frozen: list[Frozen] = []
     for name, is_scored, section in (
@@ -279,14 +279,15 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     ):
         if is_scored:
             model = others.get(f"{name}.path", arch)
-            swapped_in = model.computes_like(arch)
-            frozen.append(Frozen(name, model.shape, section.offload, swapped_in))
+            frozen.append(Frozen(name, model.shape, section.offload, model.computes_like(arch)))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
-    response = (
-        policy.max_tokens_per_microbatch - prompt
-        if config.is_sft
-        else config.rollout.sampling.max_new_tokens
-    )
+    response = config.rollout.sampling.max_new_tokens
+    if config.is_sft:
+        response = policy.max_tokens_per_microbatch - prompt
+    # How many samples surely share a prompt in a pack. Transformer Engine's layers, which a GPU may
+    # use, share nothing.
+    share = policy.share_prefixes
+    is_shared = share == "on" or (share == "auto" and policy.transformer_engine == "off")
     return Job(
         trained=tuple(trained),
         frozen=tuple(frozen),
@@ -298,7 +299,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         dtype_bytes=2 if config.model.dtype == "bf16" else 4,
         vocab_multiple=config.model.vocab_divisible_by,
         chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
-        siblings=_siblings(config),
+        siblings=config.rollout.samples_per_prompt if is_shared and not config.is_sft else 1,
         publication=make_publication(config, arch),
     )
 
@@ -316,8 +317,8 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     elif transport == "auto":
         has_handles = kind is None or "transport" in kind.own_keys
         transport = "tensor" if given.colocated and has_handles else "distributed"
-    dtype = given.dtype or config.model.dtype
-    tensors = [*weight_tensors(arch, _DTYPES[dtype], "lm")]
+    dtype = _DTYPES[given.dtype or config.model.dtype]
+    tensors = [*weight_tensors(arch, dtype, "lm")]
     sizes = [(math.prod(shape) * _ITEM_BYTES[own], own) for _, _, shape, own in tensors]
     published = [
         fp8_bytes(shape) if given.quantization and is_projection(name, shape) else size
@@ -336,21 +337,9 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         senders=senders * (1 if engines > senders else given.rails or given.tensor_parallel),
         unrounded=max((size for size, own in zip(whole, buckets) if size > own), default=0),
         engine_tensor=given.tensor_parallel,
-        engine_dtype_bytes=_ITEM_BYTES[_DTYPES[dtype]],
+        engine_dtype_bytes=_ITEM_BYTES[dtype],
         colocated=given.colocated,
     )
-
-
-def _siblings(config: Config) -> int:
-    """Return how many samples share a prompt in a pack; 1 if that is uncertain.
-
-    Transformer Engine's layers, which a GPU may use, share nothing.
-    """
-    policy = config.policy
-    sure = policy.share_prefixes == "on" or (
-        policy.share_prefixes == "auto" and policy.transformer_engine == "off"
-    )
-    return config.rollout.samples_per_prompt if sure and not config.is_sft else 1
 
 
 def job_passes(config: Config) -> Passes:
@@ -374,7 +363,8 @@ def _parallel(layout: Layout) -> ParallelConfig:
 
 def _recompute(config: Config) -> tuple[Recompute, RecomputeMethod, int]:
     given = config.policy.megatron
-    if given.get("recompute_granularity") == "full":
+    granularity = given.get("recompute_granularity")
+    if granularity == "full":
         method = given.get("recompute_method")
         count = given.get("recompute_num_layers")
         if method not in get_args(RecomputeMethod) or not isinstance(count, int) or count < 1:
@@ -383,7 +373,7 @@ def _recompute(config: Config) -> tuple[Recompute, RecomputeMethod, int]:
                 f" recompute_num_layers {count!r}: set uniform or block, and a number of layers"
             )
         return "full", cast(RecomputeMethod, method), count
-    if given.get("recompute_granularity") != "selective":
+    if granularity != "selective":
         return "none", "uniform", 1
     modules = given.get("recompute_modules") or ["core_attn"]
     counted = "+".join(module for module in ("core_attn", "mlp", "moe") if module in modules)

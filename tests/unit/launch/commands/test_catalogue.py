@@ -127,15 +127,9 @@ def test_plugins_of_installed_packages_are_listed_whatever_they_leave_out(tmp_pa
     (info / "entry_points.txt").write_text(f"[rlcore.estimators]\n{points}\n")
 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-m", "rlcore", "config", "--algorithms"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    entries = sections(done.stdout.splitlines())["estimators"]
+    command = [sys.executable, "-m", "rlcore", "config", "--algorithms"]
+    listed = subprocess.check_output(command, env=env, text=True, timeout=60)
+    entries = sections(listed.splitlines())["estimators"]
     assert entries["theirs_bare"] == ["theirs_bare", "plugin    their_package:Bare"]
     assert entries["theirs_demanding"] == [
         "theirs_demanding: Must be told its share.",
@@ -146,11 +140,8 @@ def test_plugins_of_installed_packages_are_listed_whatever_they_leave_out(tmp_pa
     ]
     assert entries["theirs_picky"][1:3] == ["formula   A = R", "needs     depends on its keywords"]
     assert entries["theirs_swallows"][0].startswith("theirs_swallows: cannot be used: ")
-    assert "its constructor takes **keywords; name every keyword instead" in " ".join(
-        entries["theirs_swallows"]
-    )
-    assert (
-        entries["theirs_gone"][0]
-        == "theirs_gone: cannot be used: No module named 'no_such_package'"
-    )
+    text = " ".join(entries["theirs_swallows"])
+    assert "its constructor takes **keywords; name every keyword instead" in text
+    gone = "theirs_gone: cannot be used: No module named 'no_such_package'"
+    assert entries["theirs_gone"][0] == gone
     assert "ppo" in entries

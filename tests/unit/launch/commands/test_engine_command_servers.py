@@ -78,14 +78,16 @@ class FakeServer:
         self.stopped = True
 
 
-def run(servers: list[FakeServer], then, restart: RestartConfig = QUICK) -> list[str]:
+def run(
+    servers: list[FakeServer], then=lambda: None, restart: RestartConfig = QUICK, follow=()
+) -> list[str]:
     announced: list[str] = []
 
     def announce(urls) -> None:
         announced.extend(urls)
         then()
 
-    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=restart), 60))
+    asyncio.run(asyncio.wait_for(run_servers(servers, announce, follow, restart=restart), 60))
     return announced
 
 
@@ -110,10 +112,8 @@ def test_a_dead_server_is_restarted_at_the_same_url(capsys: pytest.CaptureFixtur
     assert run(servers, die_once) == ["http://a:4000", "http://b:4000"]
     assert (servers[0].ports, servers[1].ports) == ([0], [0, 4000])
     said = capsys.readouterr().err
-    assert (
-        "b ended: killed by SIGKILL; the end of its log: out of memory\nb is started again in 0.01"
-        " s: 1 of 2" in said
-    )
+    why = "b ended: killed by SIGKILL; the end of its log: out of memory"
+    assert f"{why}\nb is started again in 0.01 s: 1 of 2" in said
     assert said.endswith("b runs again at http://b:4000\n")
     assert all(server.stopped for server in servers)
 
@@ -135,10 +135,8 @@ def test_a_server_out_of_restarts_is_left_alone_and_the_others_go_on(
 
     run(servers, die)
     assert servers[1].ports == [0, 4000, 4000]
-    assert (
-        "no memory for b\nb is left alone from now on (rollout.engine.restart.limit: 2)"
-        in capsys.readouterr().err
-    )
+    left = "b is left alone from now on (rollout.engine.restart.limit: 2)"
+    assert f"no memory for b\n{left}" in capsys.readouterr().err
 
 
 class Weak(FakeServer):
@@ -167,7 +165,7 @@ def test_the_pause_grows_until_a_life_was_long(
 ) -> None:
     server = Weak("a")
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: server.clock_s))
-    run([server], lambda: None, RestartConfig(limit=9, backoff_s=0.02, max_backoff_s=0.3))
+    run([server], restart=RestartConfig(limit=9, backoff_s=0.02, max_backoff_s=0.3))
     said = re.findall(r"started again in (\S+) s", capsys.readouterr().err)
     assert said[:4] == ["0.02", "0.04", "0.08", "0.02"]
     pauses = [later - start for start, later in itertools.pairwise(server.starts)]
@@ -180,12 +178,12 @@ def test_a_server_is_left_alone_for_its_restarts_within_the_window(
     server = Weak("a")
     server.life_s = 0.0
     with pytest.raises(RunFailed, match="no engine is left"):
-        run([server], lambda: None, RestartConfig(limit=2, backoff_s=0.01))
+        run([server], restart=RestartConfig(limit=2, backoff_s=0.01))
     assert len(server.starts) == 3
     restart = RestartConfig(limit=2, backoff_s=0.02, max_backoff_s=0.02, window_s=0.01)
     server = Weak("b")
     server.life_s = 0.0
-    run([server], lambda: None, restart)
+    run([server], restart=restart)
     assert len(server.starts) == 5, "until the test's interrupt"
 
 
@@ -202,14 +200,18 @@ def test_the_end_of_the_last_is_the_end() -> None:
     assert all(server.stopped for server in servers)
 
 
-def test_a_signal_while_one_is_started_again_ends_that_start() -> None:
-    server = FakeServer("a")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_while_one_starts_ends_that_start(again: bool) -> None:
+    server = FakeServer("a", never=not again)
 
     def die() -> None:
+        assert again, "nothing started"
         server.never = True
         server.on_start = interrupt
         server.die()
 
+    if not again:
+        server.on_start = interrupt
     run([server], die)
     assert server.cancelled
     assert server.stopped
@@ -218,20 +220,13 @@ def test_a_signal_while_one_is_started_again_ends_that_start() -> None:
 def test_a_server_that_does_not_start_ends_the_start_of_the_others() -> None:
     servers = [FakeServer("a", never=True), FakeServer("b", fails="no memory for b")]
     with pytest.raises(RunFailed, match="no memory for b"):
-        run(servers, lambda: None)
+        run(servers)
     assert servers[0].cancelled
     assert all(server.stopped for server in servers)
 
 
-def test_a_signal_while_they_start_ends_the_start() -> None:
-    server = FakeServer("a", never=True)
-    server.on_start = interrupt
-    run([server], lambda: pytest.fail("nothing started"))
-    assert server.cancelled
-    assert server.stopped
-
-
 MACHINE = EngineNode(2, 0, "10.0.0.7:20000")
+DELTA = {"transport": "delta", "weights_dir": "w"}
 
 
 def served(run_dir: Path | str = "runs", **engine: object) -> Config:
@@ -246,11 +241,7 @@ def served(run_dir: Path | str = "runs", **engine: object) -> Config:
         ({"colocated": True}, None, "colocated: the trainer itself starts"),
         ({"tensor_parallel": 4, "count": 2}, MACHINE, "count: got 2 with --nodes 2"),
         ({"tensor_parallel": 3}, MACHINE, "tensor_parallel: got 3, expected a multiple of"),
-        (
-            {"tensor_parallel": 4, "transport": "delta", "weights_dir": "w"},
-            MACHINE,
-            "transport: got delta with --nodes",
-        ),
+        ({**DELTA, "tensor_parallel": 4}, MACHINE, "transport: got delta with --nodes"),
     ],
 )
 def test_engines_that_cannot_run_alone_or_on_several_machines_are_refused(
@@ -303,20 +294,19 @@ def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
         seen.append(json.loads(file.read_text()))
         raise RunFailed("a ended")
 
-    monkeypatch.setattr(
-        SGLangFactory,
-        "build_servers",
-        lambda site, keys: told.append((site.local_ranks, site.logs)) or [],
-    )
-    monkeypatch.setattr(serve, "run_servers", run_both)
+    def build(site: EngineSite, keys: Keys) -> list[FakeServer]:
+        told.append((site.local_ranks, site.logs))
+        return []
+
     told: list[tuple[int, Path]] = []
+    monkeypatch.setattr(SGLangFactory, "build_servers", build)
+    monkeypatch.setattr(serve, "run_servers", run_both)
     with pytest.raises(RunFailed, match="a ended"):
         serve_engines(served(tmp_path), urls_file=file)
     assert seen == [False, ["http://a:1", "http://a:2"]]
     assert not file.exists()
-    assert told == [(0, tmp_path / "test-engines" / socket.gethostname())], (
-        "no trainer here; several machines share the folder"
-    )
+    # There is no trainer here, and several machines share the folder.
+    assert told == [(0, tmp_path / "test-engines" / socket.gethostname())]
     with pytest.raises(ConfigError, match="--urls-file: there is no folder"):
         serve_engines(served(tmp_path), urls_file=tmp_path / "none" / "urls.json")
 
@@ -333,7 +323,7 @@ def test_the_follower_knows_the_urls_and_ends_with_the_servers() -> None:
             told.append("ended before them" if not servers[0].stopped else "ended behind them")
 
     servers = [FakeServer("a")]
-    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 60))
+    run(servers, follow=[follow])
     assert told == ["http://a:4000", "ended before them"]
     assert servers[0].stopped
 
@@ -344,17 +334,15 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
 
     servers = [FakeServer("a")]
     with pytest.raises(RunFailed, match="the shared folder is gone"):
-        asyncio.run(
-            asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 60)
-        )
+        run(servers, follow=[follow])
     assert servers[0].stopped
 
 
 @pytest.mark.parametrize(
     ("nodes", "rank", "head", "message"),
     [
-        (1, 1, None, "--node-rank and --head are of an engine on several machines"),
-        (1, 0, "a:1", "--node-rank and --head are of an engine on several machines"),
+        (1, 1, None, "--node-rank and --head are of an engine on several"),
+        (1, 0, "a:1", "--node-rank and --head are of an engine on several"),
         (2, 2, "a:1", r"--node-rank: got 2, expected 0 to 1 \(--nodes 2\)"),
         (2, -1, "a:1", "--node-rank: got -1, expected 0 to 1"),
         (2, 0, None, "--head: got None, expected host:port"),
@@ -362,9 +350,7 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
         (2, 0, "host:70000", "--head: got 'host:70000', expected host:port"),
     ],
 )
-def test_a_machine_of_an_engine_is_refused(
-    nodes: int, rank: int, head: str | None, message: str
-) -> None:
+def test_a_machine_of_an_engine_is_refused(nodes, rank, head, message) -> None:
     with pytest.raises(UserError, match=message):
         node_of(nodes, rank, head)
 

@@ -23,8 +23,11 @@ def read(capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-def test_lines_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._print_lines([TEXT, "and more"]) == 0
+def test_lines_of_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "metrics", lambda _: [TEXT, "and more"])
+    assert cli.main(["metrics"]) == 0
     assert read(capsys) == f"{SHOWN}\nand more\n"
 
 
