@@ -6,27 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from rlcore import cli
 from rlcore.config.load import load_config
 from rlcore.config.yaml_settings import render_config
 
 EXAMPLES = Path(__file__).parents[4] / "examples/models"
 CONFIG = str(EXAMPLES / "grpo.yaml")
 ALONE = "policy.parallel={tensor: 1, sequence: false}"
-
-
-def plan(
-    capsys: pytest.CaptureFixture[str], *arguments: str, model: str | Path = "Qwen2.5-7B"
-) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    try:
-        code = cli.main(["plan", CONFIG, f"model.path={EXAMPLES / model}", *arguments])
-    except SystemExit as caught:  # argparse
-        code = int(caught.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
 
 
 def changed(folder: Path, *dropped: str, model: str = "Qwen2.5-7B", **values: Any) -> Path:

@@ -34,38 +34,29 @@ def make(
     return run.path
 
 
-def compare(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    code = cli.main(["compare", *map(str, arguments)])
-    return code, capsys.readouterr().out
-
-
-def test_equal_runs_are_equal_whatever_the_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_runs_are_equal_whatever_the_time(tmp_path: Path, compare) -> None:
     nan = ROW | {"objective/kl": float("nan")}
     slow = {"time/step": 9.0, "conversation/tool_s": 7.0}
     a = make(tmp_path, "a", [ROW, nan])
     b = make(tmp_path, "b", [ROW | slow, nan | slow], time="later", host="elsewhere")
-    code, out = compare(capsys, a, b)
+    code, out = compare(a, b)
     assert code == 0, out
     assert "configuration: the same" in out
     assert "exactly: the same in all 2 steps of both" in out
 
 
 def test_a_value_that_looks_like_one_with_an_origin_is_compared_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, compare
 ) -> None:
     a = make(tmp_path, "a", [ROW], config={"data": ["x  (one)"]})
     b = make(tmp_path, "b", [ROW], config={"data": ["x  (other)"]})
-    code, out = compare(capsys, a, b)
+    code, out = compare(a, b)
     assert code == 1
     assert "configuration: 1 differ" in out
     assert '    B  ["x  (other)"]' in out
 
 
-def test_what_differs_is_named_with_its_origin_and_its_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_differs_is_named_with_its_origin_and_its_step(tmp_path: Path, compare) -> None:
     near = ROW | {"rollout/reward": 0.5000001}
     far = near | {"objective/kl": 0.3, "policy/entropy_avg": 1.0}
     packages = {"torch": "2.0", "numpy": "1.0"}
@@ -78,7 +69,7 @@ def test_what_differs_is_named_with_its_origin_and_its_step(
         packages=packages | {"torch": "2.1"},
         data={"size": 9, "fingerprint": "f1"},
     )
-    code, out = compare(capsys, a, b)
+    code, out = compare(a, b)
     assert code == 1
     lines = out.splitlines()
     at = lines.index("  policy.optimizer.lr")
@@ -93,19 +84,17 @@ def test_what_differs_is_named_with_its_origin_and_its_step(
         "  policy/entropy_avg  (absent)  1.0",
         "  objective/kl        0.250  0.300",
     ]
-    _, out = compare(capsys, a, b, "--tolerance", "0.5")
+    _, out = compare(a, b, "--tolerance", "0.5")
     lines = out.splitlines()
     at = lines.index("metrics, beyond 0.5 of their size: they diverge at step 3, 1 of them")
     assert lines[at + 1 :] == ["  policy/entropy_avg  (absent)  1.0"]
 
 
-def test_runs_without_a_record_or_a_step_can_be_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_a_record_or_a_step_can_be_compared(tmp_path: Path, compare) -> None:
     a = make(tmp_path, "a", [ROW])
     b = make(tmp_path, "b", [])
     (b / "environment.jsonl").unlink()
-    code, out = compare(capsys, a, b)
+    code, out = compare(a, b)
     assert code == 1
     assert f"no record of packages and data: {b}" in out
     assert "metrics: no step is in both" in out

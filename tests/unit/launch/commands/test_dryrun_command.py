@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlcore import cli
-
 EXAMPLES = Path(__file__).parents[4] / "examples/models"
 CONFIG = str(EXAMPLES / "grpo.yaml")
 FULL = "policy.megatron={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"  # noqa: E501
@@ -34,15 +32,6 @@ def cut(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def dry_run(
-    capsys: pytest.CaptureFixture[str], model: Path, *arguments: str
-) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    code = cli.main(["dryrun", CONFIG, f"model.path={model}", *arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
 def beside(out: str, name: str) -> tuple[float, float]:
     """The numbers of the dry run and of the plan."""
     found = re.search(rf"^  {name} +([\d.,]+)(?: GiB)? +([\d.,]+)", out, re.MULTILINE)
@@ -62,10 +51,8 @@ def check(out: str, *, peaks: float = 0.05) -> None:
         assert own == pytest.approx(planned, rel=peaks), phase
 
 
-def test_both_stages_of_a_dense_model(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = dry_run(
-        capsys, cut / "Qwen2.5-7B", "--world", "16", "policy.parallel.pipeline=2"
-    )
+def test_both_stages_of_a_dense_model(cut: Path, dry_run) -> None:
+    code, out, err = dry_run(cut / "Qwen2.5-7B", "--world", "16", "policy.parallel.pipeline=2")
     assert (code, err) == (0, "")
     first, last = out.split("\n\n")[1:3]
     assert first.startswith("Rank 0, stage 1 of 2: 2 micro-batches of 16384 tokens")
@@ -89,11 +76,9 @@ def test_both_stages_of_a_dense_model(cut: Path, capsys: pytest.CaptureFixture[s
     assert not dist.is_initialized(), "nothing of it stays"
 
 
-def test_a_peak_that_does_not_fit_ends_with_what_to_do(
-    cut: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peak_that_does_not_fit_ends_with_what_to_do(cut: Path, dry_run) -> None:
     """The exit code is that of a failed run, and every line on the ranks is printed before."""
-    code, out, err = dry_run(capsys, cut / "Qwen2.5-7B", "--world", "8", "--gpu-memory", "4G")
+    code, out, err = dry_run(cut / "Qwen2.5-7B", "--world", "8", "--gpu-memory", "4G")
     assert code == 1
     assert "Rank 0, stage 1 of 1" in out
     assert "Left out: " in out
@@ -103,18 +88,16 @@ def test_a_peak_that_does_not_fit_ends_with_what_to_do(
     assert ", where 3.7 GiB of 4.0 GiB can be used; `rlcore plan CONFIG --trainer-gpus 8`" in line
 
 
-def test_experts_recomputed(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = dry_run(capsys, cut / "Qwen3-30B-A3B", "--world", "16", *EP8, FULL)
+def test_experts_recomputed(cut: Path, dry_run) -> None:
+    code, out, err = dry_run(cut / "Qwen3-30B-A3B", "--world", "16", *EP8, FULL)
     assert (code, err) == (0, "")
     check(out)
     assert re.search(r"alltoall_base in expert_model_parallel_group of 8: \d+ calls", out)
 
 
-def test_more_tokens_for_the_experts_of_the_rank(
-    cut: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_tokens_for_the_experts_of_the_rank(cut: Path, dry_run) -> None:
     model = cut / "Qwen3-30B-A3B"
-    _, out, _ = dry_run(capsys, model, "--world", "16", "--skew", "3", *EP8, FULL)
+    _, out, _ = dry_run(model, "--world", "16", "--skew", "3", *EP8, FULL)
     own, planned = beside(out, "peak, policy forward and backward")
     assert own == pytest.approx(planned, rel=0.05)
     even = 12
@@ -134,9 +117,9 @@ def test_more_tokens_for_the_experts_of_the_rank(
     ],
 )
 def test_what_does_not_fit_is_named_with_its_key(
-    cut: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    cut: Path, dry_run, arguments: list[str], said: str
 ) -> None:
-    code, out, err = dry_run(capsys, cut / "Qwen2.5-7B", "--world", "16", *arguments)
+    code, out, err = dry_run(cut / "Qwen2.5-7B", "--world", "16", *arguments)
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err

@@ -6,17 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.unit.launch.commands.plan_kit import ALONE, CONFIG, EXAMPLES, changed, first_layout, plan
+from tests.unit.launch.commands.plan_kit import ALONE, CONFIG, EXAMPLES, changed, first_layout
 
 # --- what it prints -------------------------------------------------------------------------------
 
 
-def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = plan(capsys, "--trainer-gpus", "8")
+def test_a_layout_that_fits(plan) -> None:
+    code, out, err = plan("--trainer-gpus", "8")
     assert (code, err) == (0, "")
     assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB for the trainer, 8% reserved\n")
     assert "TP 4 x DP 2, SP, distributed optimizer: fits, " in out
@@ -31,20 +30,20 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
 
 
-def test_what_is_next_to_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_next_to_a_step(plan) -> None:
     engines = ("rollout.engine.kind=sglang", "rollout.engine.count=8")
-    out = plan(capsys, "--trainer-gpus", "16", *engines)[1]
+    out = plan("--trainer-gpus", "16", *engines)[1]
     assert "2.3 GiB  buckets of publications" in out
     assert "0.9 GiB  NCCL's buffers, 6 communicators" in out
     assert "a publication: 14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines\n" in out
     assert "a checkpoint: 99.3 GiB on disk\n" in out
     assert re.search(r"time: arithmetic [\d.]+ s, communication [\d.]+ s\n", out)
 
-    out = plan(capsys, "--trainer-gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
+    out = plan("--trainer-gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
     assert "a publication: 8.1 GiB in 86 buckets" in out
     assert "2.5 GiB  buckets of publications" in out, "two in FP8, and one before it is rounded"
 
-    colocated = plan(capsys, "--trainer-gpus", "8", *engines, "rollout.engine.colocated=true")[1]
+    colocated = plan("--trainer-gpus", "8", *engines, "rollout.engine.colocated=true")[1]
     assert "buckets of publications" not in colocated, "engines get that memory"
 
 
@@ -56,43 +55,32 @@ def test_what_is_next_to_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         ("Llama-3.1-70B", 64, "TP 4 x PP 4 x CP 4, SP, distributed optimizer"),
     ],
 )
-def test_the_fastest_layouts_of_large_models(
-    capsys: pytest.CaptureFixture[str], model: str, gpus: int, layout: str
-) -> None:
-    code, out, _ = plan(capsys, "--trainer-gpus", str(gpus), model=model)
+def test_the_fastest_layouts_of_large_models(plan, model: str, gpus: int, layout: str) -> None:
+    code, out, _ = plan("--trainer-gpus", str(gpus), model=model)
     assert code == 0
     assert first_layout(out).endswith(layout)
 
 
-def test_each_cut_is_printed_once_and_the_configured_one_is_marked(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, out, _ = plan(capsys, "--trainer-gpus", "8", "policy.parallel.tensor=2")
+def test_each_cut_is_printed_once_and_the_configured_one_is_marked(plan) -> None:
+    _, out, _ = plan("--trainer-gpus", "8", "policy.parallel.tensor=2")
     shown = [line for line in out.splitlines() if " s   " in line]
     cuts = [line.split("GiB")[1].split(", recompute")[0] for line in shown]
     assert len(cuts) == len(set(cuts)) > 3
     assert [line for line in shown if line.startswith(" *")] == shown[:1]
 
 
-def test_a_printed_layout_is_taken_when_it_is_configured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_printed_layout_is_taken_when_it_is_configured(plan) -> None:
     """Experts are cut by EP alone, so under TP the layout names ETP: its default is TP."""
-    _, out, _ = plan(capsys, "--trainer-gpus", "8", model="Qwen3-30B-A3B")
+    _, out, _ = plan("--trainer-gpus", "8", model="Qwen3-30B-A3B")
     line = next(line for line in out.splitlines() if "TP 4 x EP 8 x ETP 1 x DP 2" in line)
     shown = line.split("GiB")[1].split(", recompute")[0].strip()
     keys = {"tensor": 4, "expert": 8, "expert_tensor": 1, "sequence": "true"}
     given = [f"policy.parallel.{key}={value}" for key, value in keys.items()]
-    assert (
-        f"layout:\n  {shown}: "
-        in plan(capsys, "--trainer-gpus", "8", *given, model="Qwen3-30B-A3B")[1]
-    )
+    assert f"layout:\n  {shown}: " in plan("--trainer-gpus", "8", *given, model="Qwen3-30B-A3B")[1]
 
 
-def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, out, _ = plan(capsys, "--trainer-gpus", "8", model="Llama-3.1-70B")
+def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(plan) -> None:
+    code, out, _ = plan("--trainer-gpus", "8", model="Llama-3.1-70B")
     assert code == 0, "the plan was made; that nothing fits is what it says"
     assert "does NOT fit, " in out
     nearest = out[out.index("No layout fits. The nearest is ") :].splitlines()
@@ -105,24 +93,23 @@ def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(
     assert any("times the GPUs, or GPUs of " in line for line in nearest)
 
 
-def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    resident = plan(capsys, "--trainer-gpus", "8", "reference.offload=false")[1]
+def test_a_parked_reference_and_a_critic_are_counted(plan) -> None:
+    resident = plan("--trainer-gpus", "8", "reference.offload=false")[1]
     assert "reference weights" in resident
-    assert "reference weights" not in plan(capsys, "--trainer-gpus", "8")[1], (
+    assert "reference weights" not in plan("--trainer-gpus", "8")[1], (
         "it is swapped into the policy's place"
     )
-    critic = plan(capsys, "--trainer-gpus", "8", "algorithm.estimator.name=ppo")[1]
+    critic = plan("--trainer-gpus", "8", "algorithm.estimator.name=ppo")[1]
     assert "critic weights" in critic
     assert "critic optimizer" in critic
-    offloaded = plan(
-        capsys, "--trainer-gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true"
-    )[1]
+    ppo = ("algorithm.estimator.name=ppo", "critic.offload=true")
+    offloaded = plan("--trainer-gpus", "8", *ppo)[1]
     assert "GiB  critic weights" not in offloaded
 
 
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
 def test_an_offloaded_reference_that_computes_otherwise_has_weights_of_its_own(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str
+    plan, tmp_path: Path, field: str
 ) -> None:
     """Its sizes are the policy's. Packs are so small that weights make the largest phase."""
     small = (
@@ -133,24 +120,22 @@ def test_an_offloaded_reference_that_computes_otherwise_has_weights_of_its_own(
     )
     like = changed(tmp_path / "like")
     other = changed(tmp_path / "other", **{field: 1e-4})
-    swapped = plan(capsys, "--trainer-gpus", "8", *small, f"reference.path={like}")[1]
+    swapped = plan("--trainer-gpus", "8", *small, f"reference.path={like}")[1]
     assert "reference pass (the largest phase)" not in swapped
-    beside = plan(capsys, "--trainer-gpus", "8", *small, f"reference.path={other}")[1]
+    beside = plan("--trainer-gpus", "8", *small, f"reference.path={other}")[1]
     (line,) = [line for line in beside.splitlines() if "(the largest phase)" in line]
     assert line.endswith("reference pass (the largest phase)")
     assert float(line.split()[0]) > 7.6e9 * 2 / 2**30
 
 
-def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_critic_with_a_folder_of_its_own_has_its_sizes(plan, tmp_path: Path) -> None:
     ppo = ("--trainer-gpus", "8", "algorithm.estimator.name=ppo")
     shallow = changed(tmp_path / "critic", num_hidden_layers=14)
 
     def critic_weights(*arguments: str) -> float:
         (line,) = [
             line
-            for line in plan(capsys, *ppo, *arguments)[1].splitlines()
+            for line in plan(*ppo, *arguments)[1].splitlines()
             if line.endswith("critic weights")
         ]
         return float(line.split()[0])
@@ -169,11 +154,11 @@ def room(out: str) -> str:
 )
 @pytest.mark.parametrize("colocated", [False, True])
 def test_an_engine_has_the_gpu_but_for_its_weights(
-    capsys: pytest.CaptureFixture[str], tensor: int, dtype: str, item: int, colocated: bool
+    plan, tensor: int, dtype: str, item: int, colocated: bool
 ) -> None:
     """7.616e9 parameters; K and V of a token: 28 layers x 4 heads x 128, of a rank at least one."""
     keys = ("kind=sglang", f"tensor_parallel={tensor}", f"dtype={dtype}", f"colocated={colocated}")
-    out = plan(capsys, "--trainer-gpus", "8", *(f"rollout.engine.{key}" for key in keys))[1]
+    out = plan("--trainer-gpus", "8", *(f"rollout.engine.{key}" for key in keys))[1]
     left = 80 * 0.92 - 7.616e9 * item / tensor / 2**30
     name = "a colocated engine" if colocated else "an engine"
     assert room(out).startswith(f"{left:.1f} GiB  left for KV of {name} of TP {tensor}: ")
@@ -181,54 +166,46 @@ def test_an_engine_has_the_gpu_but_for_its_weights(
     assert abs(int(room(out).split()[-2].replace(",", "")) - left * 2**30 / per_token) < 1e4
 
 
-def test_a_colocated_engines_weights_must_fit_next_to_the_trainer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_colocated_engines_weights_must_fit_next_to_the_trainer(plan) -> None:
     """In FP8 they take little more than half; the embedding and the head stay."""
     engine = ("rollout.engine.kind=sglang", "rollout.engine.colocated=true")
     given = ("--trainer-gpus", "4", ALONE, "policy.optimizer.distributed=false", *engine)
     none = "none  for a colocated engine of TP 1: its weights ("
-    assert room(plan(capsys, *given)[1]).startswith(none + "14.2 GiB) next to the trainer's state")
-    fp8 = plan(capsys, *given, "rollout.engine.quantization=fp8")[1]
+    assert room(plan(*given)[1]).startswith(none + "14.2 GiB) next to the trainer's state")
+    fp8 = plan(*given, "rollout.engine.quantization=fp8")[1]
     assert room(fp8).startswith(none + "8.1 GiB) next to the trainer's state")
 
 
-def test_a_layout_that_leaves_no_room_for_a_colocated_engines_weights_does_not_fit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_layout_that_leaves_no_room_for_a_colocated_engines_weights_does_not_fit(plan) -> None:
     """On GPUs of 44 GiB the trainer alone fits, and both fit only on larger ones."""
     sglang = ("--trainer-gpus", "8", "rollout.engine.kind=sglang", "--gpu-memory", "48G")
-    assert "SP, distributed optimizer: fits, " in plan(capsys, *sglang)[1]
-    without = first_layout(plan(capsys, *sglang)[1])
-    both = plan(capsys, *sglang, "rollout.engine.colocated=true")[1]
+    assert "SP, distributed optimizer: fits, " in plan(*sglang)[1]
+    without = first_layout(plan(*sglang)[1])
+    both = plan(*sglang, "rollout.engine.colocated=true")[1]
     fitting = both[both.index("Layouts that fit") :]
     assert float(without.split()[2]) <= 48 * 0.92
     for line in re.findall(r"s +([\d.]+) GiB", fitting):
         assert float(line) <= 48 * 0.92
 
 
-def test_an_engine_whose_weights_exceed_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_whose_weights_exceed_its_gpu(plan) -> None:
     given = ("--trainer-gpus", "64", "rollout.engine.kind=sglang", "cluster.nodes=8")
-    out = plan(capsys, *given, model="Llama-3.1-70B")[1]
+    out = plan(*given, model="Llama-3.1-70B")[1]
     assert room(out).startswith("none  for an engine of TP 1: its weights (131.4 GiB) are ")
     assert room(out).endswith(" too much; raise rollout.engine.tensor_parallel")
     assert (
         "left for KV of an engine of TP 4"
-        in (plan(capsys, *given, "rollout.engine.tensor_parallel=4", model="Llama-3.1-70B")[1])
+        in (plan(*given, "rollout.engine.tensor_parallel=4", model="Llama-3.1-70B")[1])
     )
 
 
-def test_a_run_without_engines_leaves_no_room_for_one(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = plan(
-        capsys, "--trainer-gpus", "8", "training.replay=x", "training.debug=train_only"
-    )
+def test_a_run_without_engines_leaves_no_room_for_one(plan) -> None:
+    code, out, err = plan("--trainer-gpus", "8", "training.replay=x", "training.debug=train_only")
     assert (code, err) == (0, "")
     assert "colocated" not in out
 
 
-def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(plan) -> None:
     """A dry run's forward and backward passes differ by 0.1 % from those."""
     cut = "policy.parallel={tensor: 2, sequence: true}"
     found = {}
@@ -238,7 +215,7 @@ def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
             f"policy.megatron={{recompute_granularity: full, recompute_method: {name},"
             f" recompute_num_layers: {count}}}"
         )
-        out = plan(capsys, "--trainer-gpus", "8", cut, full)[1]
+        out = plan("--trainer-gpus", "8", cut, full)[1]
         (line,) = [line for line in out.splitlines() if line.startswith("  TP 2 x DP 4")]
         found[method] = line
     assert "recompute full: fits, 39.2 GiB" in found["uniform 1"]
@@ -247,21 +224,17 @@ def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
 
 
 @pytest.mark.parametrize("given", ["block", "uniform, recompute_num_layers: 0"])
-def test_recomputation_of_no_number_of_layers(
-    capsys: pytest.CaptureFixture[str], given: str
-) -> None:
+def test_recomputation_of_no_number_of_layers(plan, given: str) -> None:
     full = f"policy.megatron={{recompute_granularity: full, recompute_method: {given}}}"
-    code, _, err = plan(capsys, "--trainer-gpus", "8", full)
+    code, _, err = plan("--trainer-gpus", "8", full)
     assert code == 2
     assert "set uniform or block, and a number of layers" in err
 
 
-def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(plan, tmp_path: Path) -> None:
     critic = changed(tmp_path / "critic", num_attention_heads=7, num_key_value_heads=7)
     code, out, _ = plan(
-        capsys, "--trainer-gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}"
+        "--trainer-gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}"
     )
     assert code == 0
     assert (
@@ -272,17 +245,17 @@ def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
     assert "TP " not in out[out.index("Layouts that fit") :]
 
 
-def test_more_memory_and_other_gpus_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "fits, 43" in plan(capsys, "--trainer-gpus", "8", "--gpu-memory", "48G")[1]
-    assert "does NOT fit" in plan(capsys, "--trainer-gpus", "8", "--gpu-memory", "24G")[1]
-    said = (plan(capsys, "--trainer-gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
+def test_more_memory_and_other_gpus_change_the_verdict(plan) -> None:
+    assert "fits, 43" in plan("--trainer-gpus", "8", "--gpu-memory", "48G")[1]
+    assert "does NOT fit" in plan("--trainer-gpus", "8", "--gpu-memory", "24G")[1]
+    said = (plan("--trainer-gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
     slow, fast = (float(out.split("about ")[1].split(" s")[0]) for out in said)
     assert slow > 5 * fast
 
 
 @pytest.mark.parametrize("size", ["80", "80G", "80g", "80GB", "80GiB"])
-def test_spellings_of_a_size(capsys: pytest.CaptureFixture[str], size: str) -> None:
-    assert "8 x H100 of 80.0 GiB" in plan(capsys, "--trainer-gpus", "8", "--gpu-memory", size)[1]
+def test_spellings_of_a_size(plan, size: str) -> None:
+    assert "8 x H100 of 80.0 GiB" in plan("--trainer-gpus", "8", "--gpu-memory", size)[1]
 
 
 def test_a_plan_imports_no_torch() -> None:
@@ -299,37 +272,33 @@ assert not {{"torch", "numpy", "transformers"}} & sys.modules.keys()
     assert (done.returncode, done.stderr) == (0, "")
 
 
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+
 # --- what it refuses ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus", ["0", "-8", "8.5", "many", ""])
-def test_a_bad_number_of_gpus(capsys: pytest.CaptureFixture[str], gpus: str) -> None:
-    code, _, err = plan(capsys, "--trainer-gpus", gpus)
-    assert code == 2
-    assert (
-        f"argument --trainer-gpus: got {gpus!r}, expected a positive integer" in err
-        or "expected one argument" in err
-    )
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *[
+            (("--trainer-gpus", gpus), f"--trainer-gpus: got {gpus!r}, expected a positive integer")
+            for gpus in ("0", "-8", "8.5", "many", "")
+        ],
+        *[
+            (("--gpu-memory", size), f"--gpu-memory: got {size!r}, expected gibibytes, as 80G")
+            for size in ("80T", "0G", "1.5G", "G", "lots", "80000M")
+        ],
+        (("--gpu", "H900"), "'H900' (choose from"),
+        (("policy.parallel.tensr=2",), "tensr"),
+    ],
+)
+def test_arguments_that_are_refused(plan, arguments: tuple[str, ...], said: str) -> None:
+    code, _, err = plan(*arguments)
+    assert (code, said in err) == (2, True), err
 
 
-@pytest.mark.parametrize("size", ["80T", "0G", "1.5G", "G", "lots", "80000M"])
-def test_a_bad_size_of_memory(capsys: pytest.CaptureFixture[str], size: str) -> None:
-    code, _, err = plan(capsys, "--trainer-gpus", "8", "--gpu-memory", size)
-    assert code == 2
-    assert f"argument --gpu-memory: got {size!r}, expected gibibytes, as 80G" in err
-
-
-def test_an_unknown_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = plan(capsys, "--trainer-gpus", "8", "--gpu", "H900")
-    assert code == 2
-    assert "H900" in err
-    assert "H100" in err
-
-
-def test_gpus_that_the_configured_layout_does_not_divide(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, out, _ = plan(capsys, "--trainer-gpus", "6")
+def test_gpus_that_the_configured_layout_does_not_divide(plan) -> None:
+    code, out, _ = plan("--trainer-gpus", "6")
     assert code == 0, "others are found"
     assert (
         "refused: policy.parallel: tensor 4 x pipeline 1 x context 1 = 4 does not divide the world"
@@ -338,21 +307,15 @@ def test_gpus_that_the_configured_layout_does_not_divide(
     assert "Layouts that fit" in out
 
 
-def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = plan(capsys, "--trainer-gpus", "8", model=tmp_path / "none")
+def test_a_folder_without_a_readable_config(plan, tmp_path: Path) -> None:
+    code, out, err = plan("--trainer-gpus", "8", model=tmp_path / "none")
     assert (code, out) == (2, "")
     assert str(tmp_path / "none") in err
     assert "Traceback" not in err
-
-
-def test_a_folder_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = plan(capsys, "--trainer-gpus", "8", model=tmp_path)
+    code, _, err = plan("--trainer-gpus", "8", model=tmp_path)
     assert (code, f"{tmp_path}: no config.json" in err) == (2, True)
-
-
-def test_a_config_that_is_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    code, _, err = plan(capsys, "--trainer-gpus", "8", model=tmp_path)
+    code, _, err = plan("--trainer-gpus", "8", model=tmp_path)
     assert (code, "not valid JSON" in err) == (2, True)
 
 
@@ -361,43 +324,16 @@ def test_a_config_that_is_no_json(capsys: pytest.CaptureFixture[str], tmp_path: 
     [
         (["num_hidden_layers"], {}, "num_hidden_layers: got nothing, expected a positive integer"),
         ([], {"hidden_size": "3584"}, "hidden_size: got '3584', expected a positive integer"),
-        (
-            [],
-            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not converted; converted are",
-        ),
+        ([], GPT2, "GPT2LMHeadModel is not converted; converted are"),
         ([], {"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     ],
 )
-def test_a_config_that_we_do_not_convert(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    dropped: list[str],
-    values: dict[str, Any],
-    said: str,
-) -> None:
-    code, out, err = plan(
-        capsys, "--trainer-gpus", "8", model=changed(tmp_path, *dropped, **values)
-    )
+def test_a_config_that_we_do_not_convert(plan, tmp_path: Path, dropped, values, said) -> None:
+    code, out, err = plan("--trainer-gpus", "8", model=changed(tmp_path, *dropped, **values))
     assert (code, out) == (2, "")
     assert said in err
 
 
-def test_keys_that_say_nothing_of_the_model_are_ignored(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    as_it_is = plan(capsys, "--trainer-gpus", "8")
-    assert (
-        plan(
-            capsys,
-            "--trainer-gpus",
-            "8",
-            model=changed(tmp_path, bos_token_id=151643, unheard_of="x"),
-        )
-        == as_it_is
-    )
-
-
-def test_an_unknown_configuration_key(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = plan(capsys, "--trainer-gpus", "8", "policy.parallel.tensr=2")
-    assert (code, "tensr" in err, "tensor" in err) == (2, True, True)
+def test_keys_that_say_nothing_of_the_model_are_ignored(plan, tmp_path: Path) -> None:
+    same = changed(tmp_path, bos_token_id=151643, unheard_of="x")
+    assert plan("--trainer-gpus", "8", model=same) == plan("--trainer-gpus", "8")

@@ -9,7 +9,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.config.load import load_config
-from tests.unit.launch.commands.plan_kit import ALONE, CONFIG, first_line, plan, rendered, validated
+from tests.unit.launch.commands.plan_kit import ALONE, CONFIG, first_line, rendered, validated
 
 # --- whose GPUs are counted -----------------------------------------------------------------------
 
@@ -29,24 +29,20 @@ from tests.unit.launch.commands.plan_kit import ALONE, CONFIG, first_line, plan,
         ),
     ],
 )
-def test_the_engines_gpus_are_counted_apart(
-    capsys: pytest.CaptureFixture[str], keys: str, said: str
-) -> None:
+def test_the_engines_gpus_are_counted_apart(plan, keys: str, said: str) -> None:
     given = [f"rollout.engine.{key}" for key in keys.split()]
-    code, out, _ = plan(capsys, "--trainer-gpus", "8", *given)
+    code, out, _ = plan("--trainer-gpus", "8", *given)
     assert code == 0
     assert out.splitlines()[1].startswith(said)
 
 
-def test_both_counts_are_as_configured_unless_they_are_given(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_both_counts_are_as_configured_unless_they_are_given(plan) -> None:
     ray = ("cluster.launcher=ray", "cluster.nodes=2", "cluster.processes_per_node=8")
     sglang = ("rollout.engine.kind=sglang", "rollout.engine.tensor_parallel=2")
-    out = plan(capsys, *ray, *sglang)[1]
+    out = plan(*ray, *sglang)[1]
     assert out.startswith("7.62 B parameters; 16 x H100 of 80.0 GiB for the trainer")
     assert out.splitlines()[1] == "1 engine of TP 2 on 2 GPUs of their own"
-    out = plan(capsys, "--trainer-gpus", "8", "--engine-gpus", "24", *ray, *sglang)[1]
+    out = plan("--trainer-gpus", "8", "--engine-gpus", "24", *ray, *sglang)[1]
     assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB for the trainer")
     assert out.splitlines()[1] == "12 engines of TP 2 on 24 GPUs of their own"
     assert "to 12 engines\n" in out, "a publication reaches them all"
@@ -61,11 +57,9 @@ def test_both_counts_are_as_configured_unless_they_are_given(
         ("kind=sglang tensor_parallel=4", "got 6, but each engine takes 4 (rollout.engine.tensor"),
     ],
 )
-def test_engine_gpus_that_the_engines_cannot_take(
-    capsys: pytest.CaptureFixture[str], keys: str, said: str
-) -> None:
+def test_engine_gpus_that_the_engines_cannot_take(plan, keys: str, said: str) -> None:
     given = [f"rollout.engine.{key}" for key in keys.split()]
-    code, out, err = plan(capsys, "--trainer-gpus", "8", "--engine-gpus", "6", *given)
+    code, out, err = plan("--trainer-gpus", "8", "--engine-gpus", "6", *given)
     assert (code, out) == (2, "")
     assert err.startswith("rlcore: --engine-gpus: got 6, but ")
     assert said in err
@@ -97,7 +91,8 @@ FULL = "{recompute_granularity: full, recompute_method: block, recompute_num_lay
     ],
 )  # fmt: skip
 def test_the_keys_stand_for_the_fastest_layout(
-    capsys: pytest.CaptureFixture[str],
+    plan,
+    capsys,
     tmp_path: Path,
     model: str,
     counts: tuple[int, int | None],
@@ -107,7 +102,7 @@ def test_the_keys_stand_for_the_fastest_layout(
     trainer, engines = counts
     numbers = ["--trainer-gpus", str(trainer)]
     numbers += [] if engines is None else ["--engine-gpus", str(engines)]
-    code, out, err = plan(capsys, *numbers, *given, model=model)
+    code, out, err = plan(*numbers, *given, model=model)
     assert (code, err) == (0, "")
     keys = tmp_path / "keys.yaml"
     keys.write_text(out[out.index("\n# ") :])
@@ -128,8 +123,8 @@ def test_the_keys_stand_for_the_fastest_layout(
     assert load_config([settings, keys, more]).config == load_config([settings, keys]).config
 
 
-def test_there_are_no_keys_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--trainer-gpus", "8", model="Llama-3.1-70B")[1]
+def test_there_are_no_keys_where_nothing_fits(plan) -> None:
+    out = plan("--trainer-gpus", "8", model="Llama-3.1-70B")[1]
     assert "No layout fits." in out
     assert "\n# " not in out
     assert "cluster:" not in out
