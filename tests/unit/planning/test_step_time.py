@@ -69,23 +69,19 @@ def test_a_prompt_that_a_pack_has_already_is_not_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pack", "sequences", "prompts", "tokens"),
+    ("pack", "held"),
     [
-        (14, 4, 1, 14),  # a group
-        (20, 4, 1, 14),  # what is left has room for another prompt alone
-        (24, 6, 2, 24),  # a group, and two of another
-        (9, 1, 1, 8),
-        (5, 1, 1, 8),  # a sequence that is longer than a pack has one of its own
+        (14, (4, 1, 14)),  # a group
+        (20, (4, 1, 14)),  # what is left has room for another prompt alone
+        (24, (6, 2, 24)),  # a group, and two of another
+        (9, (1, 1, 8)),
+        (5, (1, 1, 8)),  # a sequence that is longer than a pack has one of its own
     ],
 )
-def test_a_pack_holds_the_prompt_of_a_group_once(
-    pack: int, sequences: int, prompts: int, tokens: int
-) -> None:
-    job = Job(
-        trained=(), frozen=(), sequences=64, length=8, trainable=2, scoring_passes=0,
-        pack_tokens=pack, dtype_bytes=2, vocab_multiple=1, chunk_elements=1, siblings=4,
-    )  # fmt: skip
-    assert (job.in_pack, job.prompts_in_pack, job.micro_tokens) == (sequences, prompts, tokens)
+def test_a_pack_holds_the_prompt_of_a_group_once(pack: int, held: tuple[int, int, int]) -> None:
+    """Sequences, prompts and tokens of a pack."""
+    job = replace(WORK, length=8, trainable=2, pack_tokens=pack, siblings=4)
+    assert (job.in_pack, job.prompts_in_pack, job.micro_tokens) == held
 
 
 def test_small_products_leave_multiprocessors_idle() -> None:

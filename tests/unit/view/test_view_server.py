@@ -1,4 +1,4 @@
-"""The server of the page: who is answered, and what stays shut."""
+"""The server of the page: who is answered, with what, and what stays shut."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rlcore.data.sample import Sample, TurnSpan, VersionSpan
 from rlcore.errors import UserError
@@ -25,7 +26,7 @@ from rlcore.view import comparison
 from rlcore.view.comparison import answers_of, sets_of
 from rlcore.view.export import export_page
 from rlcore.view.metrics import MAX_POINTS, MetricsTable
-from rlcore.view.run import RunView
+from rlcore.view.run import RunView, TokenTexts
 from rlcore.view.server import ViewServer
 from rollout.collection.evaluation import means
 
@@ -390,3 +391,31 @@ def test_over_ssh_the_tunnel_is_told(server: ViewServer, monkeypatch: pytest.Mon
     assert "ssh" not in "\n".join(greeting(server))
     monkeypatch.setenv("SSH_CONNECTION", "1 2 3 4")
     assert f"-L {server.port}:127.0.0.1:{server.port}" in "\n".join(greeting(server))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Each byte is a token of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: at for at, one in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def test_a_character_of_several_tokens_stands_at_its_first(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = TokenTexts(lambda: {"model": {"path": str(tmp_path)}}, tmp_path / "runs" / "a")
+    tokens = tokenizer.encode("aé b😀cd").ids
+    assert len(tokens) == 11
+    assert texts.of(tokens) == ["a", "é", "", " ", "b", "😀", "", "", "", "c", "d"]
+    # bytes that are no character stay as they are, and so does what follows
+    broken = [*tokens[:2], *tokens[3:5]]
+    assert texts.of(broken) == ["a", "\ufffd", " ", "b"]
+    assert texts.trouble == ""
+
+
+def test_without_a_tokenizer_tokens_are_shown_by_number(tmp_path: Path) -> None:
+    texts = TokenTexts(lambda: json.loads("{}"), tmp_path)
+    assert texts.of([5, 7]) == ["[5]", "[7]"]
+    assert "shown by number" in texts.trouble

@@ -1,4 +1,4 @@
-"""What commands show of runs does not steer the terminal: models and other processes wrote it."""
+"""What commands print of runs does not steer the terminal, and where they do not write."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.configs import small_config
 
 TEXT = "\x1b[2Jgone"
 SHOWN = r"\x1b[2Jgone"
+GIVEN = ("run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1")
+SCORED = "evaluation.paths=d.jsonl"
 
 
 def read(capsys: pytest.CaptureFixture[str]) -> str:
@@ -69,3 +71,21 @@ def test_differences_of_runs(
     monkeypatch.setattr(compare, "_described_metrics", lambda *_: [TEXT])
     compare.compare_runs(tmp_path, tmp_path, tolerance=0.0)
     assert read(capsys).splitlines()[-1] == SHOWN
+
+
+def test_an_evaluation_says_so_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for output in (tmp_path / "none" / "scores.json", tmp_path):
+        assert cli.main(["eval", *GIVEN, SCORED, "--output", str(output)]) == 2
+        assert f"--output: {output} cannot be written" in capsys.readouterr().err
+
+
+def test_an_export_does_not_take_a_file_for_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert cli.main(["export", str(tmp_path / "run"), str(file)]) == 2
+    assert f"{file} is not a folder" in capsys.readouterr().err
+    assert file.read_text() == "mine"
