@@ -93,13 +93,15 @@ class ViewServer:
 
     def serve(self) -> None:
         """Answer requests until `stop`, or an exception in a signal handler."""
-        listen = HttpServer(self._answer).listen(self._listener, closes_s=0.0)
-        runner = self._loop.run_until_complete(listen)
+        runner = self._loop.run_until_complete(self._listen())
         try:
             self._loop.run_until_complete(self._end.wait())
         finally:
             self._loop.run_until_complete(runner.cleanup())
             self._loop.close()
+
+    async def _listen(self) -> web.ServerRunner:
+        return await HttpServer(self._answer).listen(self._listener, closes_s=0.0)
 
     def stop(self) -> None:
         """End `serve`, from another thread."""
