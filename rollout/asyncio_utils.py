@@ -238,27 +238,6 @@ async def _run_in(threads: DaemonExecutor, call: Callable[[], T]) -> T:
 # --- loops in threads -----------------------------------------------------------------------------
 
 
-def call_on(
-    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float, late: str
-) -> T:
-    """The result of `work`, which runs on another thread's `loop`.
-
-    Raises:
-        DeadlineExceeded: with the message `late`.
-    """
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result(seconds)
-    except FutureTimeout as error:
-        # a TimeoutError of the work itself
-        if future.done():
-            raise
-        raise DeadlineExceeded(late) from error
-    finally:
-        # a no-op if it is done; otherwise (after an interrupt, say) it ends the work
-        future.cancel()
-
-
 class LoopThread:
     """Runs an asyncio loop in a daemon thread, for synchronous code."""
 
@@ -280,7 +259,7 @@ class LoopThread:
             except (SystemExit, KeyboardInterrupt) as error:
                 logger.warning("a task of a plugin raised %r, which is ignored here", error)
 
-    def call(self, work: Coroutine[Any, Any, T], *, seconds: float, what: str) -> T:
+    def call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         """Run `work` in the loop and wait for its result.
 
         `work` keeps its own deadline; `seconds` is a last resort.
@@ -289,11 +268,20 @@ class LoopThread:
             DeadlineExceeded: the loop did not answer: its thread is blocked.
         """
         limit = seconds + LOOP_GRACE_S
-        late = (
-            f"{what}: no answer after {limit:.0f} s; an engine, workflow or filter blocks the"
-            " rollout thread"
-        )
-        return call_on(self.loop, work, limit, late)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(limit)
+        except FutureTimeout as error:
+            # a TimeoutError of the work itself
+            if future.done():
+                raise
+            raise DeadlineExceeded(
+                f"{what}: no answer after {limit:.0f} s; an engine, workflow or filter blocks the"
+                " rollout thread"
+            ) from error
+        finally:
+            # a no-op if it is done; otherwise (after an interrupt, say) it ends the work
+            future.cancel()
 
     def close(self) -> None:
         """Cancel all tasks and end the thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -141,8 +142,6 @@ class RolloutService:
         self._showing: Future[None] | None = None
         # counters at the last hand-over
         self._seen = self._so_far()
-        # failure counts at the last hand-over
-        self._seen_failures = self._training.attempts.failed.copy()
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
@@ -165,7 +164,7 @@ class RolloutService:
         rewards = self._scorer.start() if again else self._audit.start(self._scorer)
         starting = gather_or_cancel(rewards, self._evaluator.start(), self.fleet.start(again=again))
         try:
-            self._call(starting, limit, "starting the engines and rewards")
+            self.thread.call(starting, limit, "starting the engines and rewards")
         except BaseException:
             self.close()
             raise
@@ -177,8 +176,10 @@ class RolloutService:
             return
         usual = self._config.rollout.sampling.max_new_tokens
         wanted = [("rollout.sampling", self.prompts, usual)]
-        for one in self._evaluator.sets:
-            wanted.append((one.given.key, one.prompts, one.given.max_new_tokens or usual))
+        wanted += [
+            (one.given.key, one.prompts, one.given.max_new_tokens or usual)
+            for one in self._evaluator.sets
+        ]
         for key, prompts, response in wanted:
             longest = int(prompts.lengths.max())
             if longest + response > total:
@@ -188,9 +189,6 @@ class RolloutService:
                     f" {key}.max_new_tokens ({response}): set data.max_prompt_tokens to"
                     f" {total - response}, or give the engine more memory"
                 )
-
-    def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
-        return self.thread.call(work, seconds=seconds, what=what)
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -250,7 +248,7 @@ class RolloutService:
             self._versions.add(Version(version, step, incarnation))
             self._collector.published(step)
 
-        self._call(published(), CLOSE_ENGINES_S, f"the news of version {version}")
+        self.thread.call(published(), CLOSE_ENGINES_S, f"the news of version {version}")
 
     def _wait_for(
         self,
@@ -272,14 +270,21 @@ class RolloutService:
         def message() -> str:
             return f"{late} after {limit:g} s (rollout.timeout_s): {describe_wait()}"
 
-        async def begin() -> PendingWork[T]:
-            return PendingWork(what, asyncio.ensure_future(within(limit, work(), message)))
+        async def go_on() -> PendingWork[T]:
+            if self._pending is None:
+                task = asyncio.ensure_future(within(limit, work(), message))
+                self._pending = PendingWork(what, task)
+            pending = self._pending
+            stale = asyncio.ensure_future(self.fleet.wait_for_stale())
+            try:
+                await asyncio.wait({pending.task, stale}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stale.cancel()
+            return pending
 
         try:
-            if self._pending is None:
-                self._pending = self._call(begin(), limit, what)
-            pending: PendingWork[T] = self._pending
-            if not self._call(self._done_before_catch_up(pending.task), limit, what):
+            pending = self.thread.call(go_on(), limit, what)
+            if not pending.task.done():
                 return None
             result = pending.task.result()
         except BaseException:
@@ -288,22 +293,13 @@ class RolloutService:
         self._pending = None
         return result, time.perf_counter() - pending.began
 
-    async def _done_before_catch_up(self, task: asyncio.Task[Any]) -> bool:
-        """Wait until `task` is done or an engine waits for weights; whether `task` is done."""
-        waiting = asyncio.ensure_future(self.fleet.wait_for_stale())
-        try:
-            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        return task.done()
-
     def abandon(self) -> None:
         """Give up the pending step or evaluation, if any. Callable from any thread."""
         pending = self._pending
         self._pending = None
         if pending is not None and not pending.task.done():
             work = cancel(pending.task, seconds=GIVE_UP_S)
-            self._call(work, GIVE_UP_S, f"giving up {pending.what}")
+            self.thread.call(work, GIVE_UP_S, f"giving up {pending.what}")
 
     def _dropped(self, done: StepGroups) -> dict[str, float]:
         """Counts of draws that the step was not trained on, by reason."""
@@ -323,26 +319,27 @@ class RolloutService:
     def _happened(self) -> dict[str, float]:
         """Event counts since the last hand-over, and the number of serving engines."""
         before = self._seen
-        failed = self._seen_failures
         self._seen = self._so_far()
-        self._seen_failures = self._training.attempts.failed.copy()
-        # subtraction drops kinds whose count is 0
-        kinds = self._seen_failures - failed
+        counts = {name: now - before[name] for name, now in self._seen.items()}
+        counts["engines_serving"] = self.fleet.serving
+        # a kind of failure has a metric only in the steps in which it occurs
         return {
-            **{name: now - before[name] for name, now in self._seen.items()},
-            **{f"rollout/failed_tries_{kind}": float(count) for kind, count in kinds.items()},
-            "rollout/engines_serving": float(self.fleet.serving),
+            f"rollout/{name}": float(count)
+            for name, count in counts.items()
+            if count or not name.startswith("failed_tries_")
         }
 
-    def _so_far(self) -> dict[str, float]:
-        return {
-            "rollout/engine_restarts": float(self.fleet.restarts),
-            "rollout/retried_requests": float(self._dispatcher.retried),
-            "rollout/overdue_requests": float(self._dispatcher.overdue),
-            "rollout/resumed_responses": float(self._training.partial.resumed_responses),
-            "rollout/resumed_tokens": float(self._training.partial.resumed_tokens),
-            "rollout/failed_tries": float(self._training.attempts.failed.total()),
-        }
+    def _so_far(self) -> Counter[str]:
+        failed = self._training.attempts.failed
+        return Counter(
+            engine_restarts=self.fleet.restarts,
+            retried_requests=self._dispatcher.retried,
+            overdue_requests=self._dispatcher.overdue,
+            resumed_responses=self._training.partial.resumed_responses,
+            resumed_tokens=self._training.partial.resumed_tokens,
+            failed_tries=failed.total(),
+            **{f"failed_tries_{kind}": count for kind, count in failed.items()},
+        )
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -361,9 +358,7 @@ class RolloutService:
             "the evaluation has not ended",
             self._evaluator.describe_wait,
         )
-        if found is None:
-            return None
-        return found[0]
+        return None if found is None else found[0]
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -384,7 +379,9 @@ class RolloutService:
         self._evaluator.warn_of_changes(state.get("held_out", {}))
         # decode in this thread, since a large buffer would block the loop
         groups = decode(state.get("ahead", {}).get("groups", ()))
-        self._call(self._restore(state, groups), CLOSE_ENGINES_S, "restoring the rollout service")
+        self.thread.call(
+            self._restore(state, groups), CLOSE_ENGINES_S, "restoring the rollout service"
+        )
 
     async def _restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
         await self._collector.halt()
@@ -401,7 +398,7 @@ class RolloutService:
         if self.loop.is_closed():
             return
         try:
-            self._call(self._stop(), CLOSE_ENGINES_S, "closing the rollout service")
+            self.thread.call(self._stop(), CLOSE_ENGINES_S, "closing the rollout service")
         except DeadlineExceeded as error:
             # a thread that hangs ends with the process, since it is a daemon
             logger.warning("%s", error)

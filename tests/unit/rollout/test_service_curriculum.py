@@ -194,7 +194,7 @@ def test_a_service_that_outlives_its_trainer_keeps_the_choices_of_what_it_keeps(
         seen += draws_of(rollouts)
         publish(service, engines, step, version=20 + step)
     assert len(seen) == len(set(seen)) == 32
-    service._call(service._collector.halt(), 30, "the end")
+    service.thread.call(service._collector.halt(), 30, "the end")
     history = read_journal(path)
     assert list(check_rows(history)) == []
     finished = sum(len(entry.get("passed", ())) for _, entry in history.entries())
