@@ -40,51 +40,46 @@ def test_a_script_is_clean(script: Path) -> None:
 
 
 NODE = {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "GPUS_PER_NODE": "1"}
+GIVEN_KEYS = dict.fromkeys(KEYS, "x")
+URLS = '["http://10.0.0.3:1"]'
+
+
+@pytest.fixture
+def engines(stage: Stage) -> Path:
+    """A folder in which one engine node has written its URL."""
+    folder = stage.folder / "engines"
+    folder.mkdir()
+    (folder / "10.0.0.3.json").write_text(URLS)
+    return folder
 
 
 def test_urls_may_be_named(stage: Stage) -> None:
-    assert (
-        stage.run(
-            "torchrun_multinode.sh", "run.yaml", **NODE, ENGINE_URLS="http://a:1,http://b:2"
-        ).returncode
-        == 0
-    )
+    urls = "http://a:1,http://b:2"
+    assert stage.run("torchrun_multinode.sh", "r.yaml", **NODE, ENGINE_URLS=urls).returncode == 0
     [call] = stage.calls("rlcore.launch.torchrun")
     assert call["arguments"][-1] == "rollout.engine.urls=[http://a:1, http://b:2]"
 
 
-def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) -> None:
-    given = dict(zip(KEYS, ("x", "y"), strict=True))
-    engines = stage.folder / "engines"
-    engines.mkdir()
-    (engines / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
-    done = stage.run(
-        "torchrun_multinode.sh",
-        "run.yaml",
-        **NODE,
-        **given,
-        ENGINES=str(engines),
-        ENGINE_NODES="2",
-        ENGINES_TIMEOUT_S="0",
-    )
+def test_engines_that_do_not_come_are_waited_for_until_a_deadline(
+    stage: Stage, engines: Path
+) -> None:
+    given = {**NODE, **GIVEN_KEYS, "ENGINES": str(engines), "ENGINES_TIMEOUT_S": "0"}
+    done = stage.run("torchrun_multinode.sh", "run.yaml", **given, ENGINE_NODES="2")
     assert done.returncode == 1
     assert "1 of 2 engine nodes are ready after 0 s (ENGINES_TIMEOUT_S)" in done.stderr
     assert "10.0.0.3.json" in done.stderr
-    (engines / "10.0.0.4.json").write_text('["http://10.0.0.4:1"]')
-    done = stage.run(
-        "torchrun_multinode.sh", "run.yaml", **NODE, **given, ENGINES=str(engines), ENGINE_NODES="1"
-    )
+    (engines / "10.0.0.4.json").write_text(URLS)
+    done = stage.run("torchrun_multinode.sh", "run.yaml", **given, ENGINE_NODES="1")
     assert done.returncode == 1, "engines of an earlier run, perhaps"
     assert "has 2 files, expected 1: use a new folder" in done.stderr
     assert stage.calls("rlcore.launch.torchrun") == []
 
 
-def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage) -> None:
-    engines = stage.folder / "engines"
-    engines.mkdir()
-    (engines / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
+def test_engines_in_a_folder_that_others_write_to_are_not_believed(
+    stage: Stage, engines: Path
+) -> None:
     engines.chmod(0o777)
-    given = {**dict.fromkeys(KEYS, "x"), "ENGINES": str(engines), "ENGINE_NODES": "1"}
+    given = {**GIVEN_KEYS, "ENGINES": str(engines), "ENGINE_NODES": "1"}
     done = stage.run("torchrun_multinode.sh", "run.yaml", **NODE, **given)
     assert done.returncode == 1
     assert f"everybody may write to {engines}" in done.stderr
@@ -92,35 +87,28 @@ def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage)
 
 
 def test_urls_of_another_user_are_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engines: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
     listed = runpy.run_path(str(ROOT / "scripts" / "engine_urls.py"))["main"]
-    assert listed(tmp_path, 1, 0.0) == 0
-    assert capsys.readouterr().out == '["http://10.0.0.3:1"]\n'
+    assert listed(engines, 1, 0.0) == 0
+    assert capsys.readouterr().out == f"{URLS}\n"
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    assert listed(tmp_path, 1, 0.0) == 1
+    assert listed(engines, 1, 0.0) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"10.0.0.3.json in {tmp_path} is another user's" in said.err
+    assert f"10.0.0.3.json in {engines} is another user's" in said.err
 
 
 def test_nodes_of_one_engine_meet_at_the_first(stage: Stage) -> None:
     """Four engine nodes, two for each engine; the last come first."""
     engines = stage.folder / "engines"
-    keys = dict(zip(KEYS, ("x", "y"), strict=True))
-    shared = {**keys, "ENGINES": str(engines), "NODES_PER_ENGINE": "2", "ENGINES_PER_NODE": "8"}
-    nodes = [
-        stage.start(
-            "engines.sh",
-            "run.yaml",
-            **shared,
-            SLURM_PROCID=str(node),
-            HOST_ADDRESS=f"10.0.0.{node}",
-        )
-        for node in (3, 2, 1, 0)
-    ]
+    shared = {**GIVEN_KEYS, "ENGINES": str(engines)}
+    shared |= {"NODES_PER_ENGINE": "2", "ENGINES_PER_NODE": "8"}
+    nodes = []
+    for node in (3, 2, 1, 0):
+        own = {"SLURM_PROCID": str(node), "HOST_ADDRESS": f"10.0.0.{node}"}
+        nodes.append(stage.start("engines.sh", "run.yaml", **shared, **own))
     stage.wait_for(lambda: len(stage.calls("engine")) == 4, "not every node has begun")
     told = [call["arguments"] for call in stage.calls("engine")]
     for process in nodes:
@@ -142,7 +130,7 @@ def test_nodes_of_one_engine_meet_at_the_first(stage: Stage) -> None:
 def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
     engines = stage.folder / "engines"
     engines.mkdir()
-    apart = {**dict.fromkeys(KEYS, "x"), "ENGINES": str(engines), "ENGINE_NODES": "1"}
+    apart = {**GIVEN_KEYS, "ENGINES": str(engines), "ENGINE_NODES": "1"}
     process = stage.start("torchrun_multinode.sh", "run.yaml", **NODE, **apart)
 
     def waiting() -> list[psutil.Process]:
@@ -159,24 +147,12 @@ def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("script", "missing", "environment"),
     [
-        (
-            "torchrun_multinode.sh",
-            "RLCORE_ENGINE_API_KEY",
-            {**NODE, "ENGINES": "/none", "ENGINE_NODES": "1"},
-        ),
+        ("torchrun_multinode.sh", KEYS[0], {**NODE, "ENGINES": "/none", "ENGINE_NODES": "1"}),
         ("torchrun_multinode.sh", "ENGINE_NODES", {**NODE, "ENGINES": "/none"}),
         ("torchrun_multinode.sh", "MASTER_ADDR", {"NNODES": "1", "NODE_RANK": "0"}),
-        (
-            "engines.sh",
-            "RLCORE_ENGINE_ADMIN_KEY",
-            {"ENGINES": "/none", "RLCORE_ENGINE_API_KEY": "x"},
-        ),
+        ("engines.sh", KEYS[1], {"ENGINES": "/none", KEYS[0]: "x"}),
         ("engines.sh", "ENGINES", {}),
-        (
-            "engines.sh",
-            "ENGINE_NODE",
-            {**dict.fromkeys(KEYS, "x"), "ENGINES": "engines", "NODES_PER_ENGINE": "2"},
-        ),
+        ("engines.sh", "ENGINE_NODE", {**GIVEN_KEYS, "ENGINES": "a", "NODES_PER_ENGINE": "2"}),
         ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
     ],
 )
@@ -189,7 +165,7 @@ def test_missing_variables_are_named(
     assert list(stage.records.glob("*.json")) == []
 
 
-def test_rays_token_is_for_its_owner_alone(stage: Stage) -> None:
+def test_a_cluster_of_ray_asks_for_a_token_which_is_for_its_owner_alone(stage: Stage) -> None:
     """Ray writes it for everybody to read, into a home that nodes may share."""
     token = stage.folder / ".ray" / "auth_token"
     token.parent.mkdir()
@@ -198,10 +174,6 @@ def test_rays_token_is_for_its_owner_alone(stage: Stage) -> None:
     done = stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
     assert done.returncode == 0, done.stderr
     assert token.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_cluster_of_ray_asks_for_a_token(stage: Stage) -> None:
-    stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
     (call,) = stage.calls("train")
     assert call["environment"]["RAY_AUTH_MODE"] == "token"
 
@@ -211,12 +183,8 @@ PPO = "examples/recipes/llama-3.1-8b-ppo"
 
 def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage: Stage) -> None:
     """Each node is told what the recipe's files are for."""
-    node = {
-        "MASTER_ADDR": "10.0.0.1",
-        "HOST_ADDRESS": "10.0.0.2",
-        "ENGINES": str(stage.folder / "engines"),
-    }
-    node |= dict(zip(KEYS, ("x", "y"), strict=True))
+    node = {"MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2", **GIVEN_KEYS}
+    node["ENGINES"] = str(stage.folder / "engines")
     engines = stage.start("ppo_8b_2nodes.sh", "model.path=m", **node, NODE_RANK="1")
     assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **node, NODE_RANK="0").returncode == 0
     engines.terminate()
@@ -325,29 +293,20 @@ def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
     """Whatever it says of servers, GPUs and layout; and its own run is left alone."""
     assert set(SERVERS) == set(KINDS["sglang"].own_keys)
     engine = {"kind": "sglang", "count": 2, "device": "cuda", **SERVERS}
-    layout = {
-        "tensor": 2,
-        "pipeline": 2,
-        "context": 2,
-        "expert": 2,
-        "sequence": True,
-        "first_stage_layers": 3,
-    }
+    layout = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 2)
+    layout |= {"sequence": True, "first_stage_layers": 3}
     file = stage.folder / "checkout" / name
-    file.write_text(
-        json.dumps(
-            {
-                "run": {"name": "mine"},
-                "model": {"path": "m"},
-                "data": {"paths": "d.jsonl"},
-                "training": {"steps": 1},
-                "reward": {"parts": {"right": {"function": "math"}}},
-                "policy": {"parallel": layout},
-                "rollout": {"engine": engine, "max_staleness": 2},
-                "cluster": {"launcher": "ray", "nodes": 2, "processes_per_node": 8},
-            }
-        )
-    )
+    given = {
+        "run": {"name": "mine"},
+        "model": {"path": "m"},
+        "data": {"paths": "d.jsonl"},
+        "training": {"steps": 1},
+        "reward": {"parts": {"right": {"function": "math"}}},
+        "policy": {"parallel": layout},
+        "rollout": {"engine": engine, "max_staleness": 2},
+        "cluster": {"launcher": "ray", "nodes": 2, "processes_per_node": 8},
+    }
+    file.write_text(json.dumps(given))
     config = debugged(stage, str(file))
     assert config.run.name == "debug"
     assert config.rollout.service == "in_process"

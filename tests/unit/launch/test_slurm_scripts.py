@@ -13,15 +13,8 @@ pytestmark = pytest.mark.rest
 
 
 def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
-    done = stage.sbatch(
-        "torchrun.sbatch",
-        4,
-        "run.yaml",
-        "a.b=1",
-        ENGINE_NODES="2",
-        ENGINES_PER_NODE="4",
-        SERVERS="servers.yaml",
-    )
+    given = {"ENGINE_NODES": "2", "ENGINES_PER_NODE": "4", "SERVERS": "servers.yaml"}
+    done = stage.sbatch("torchrun.sbatch", 4, "run.yaml", "a.b=1", **given)
     assert done.returncode == 0, done.stderr
     trainers = stage.calls("rlcore.launch.torchrun")
     engines = stage.calls("engine")
@@ -38,12 +31,8 @@ def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
         }
         assert {flag: value_of(arguments, flag) for flag in flags} == flags
         assert arguments[arguments.index("rlcore") : -1] == [
-            "rlcore",
-            "train",
-            "run.yaml",
-            "a.b=1",
-            "cluster.launcher=torchrun",
-            "rollout.engine.kind=sglang",
+            *("rlcore", "train", "run.yaml", "a.b=1"),
+            *("cluster.launcher=torchrun", "rollout.engine.kind=sglang"),
         ]
         assert arguments[-1].startswith(f"rollout.engine.urls_file={stage.folder}")
     for call, address in zip(engines, ("10.0.0.3", "10.0.0.4"), strict=True):
@@ -67,12 +56,8 @@ def test_keys_are_made_once_and_stand_in_no_command_line(stage: Stage) -> None:
 
 
 def test_engines_end_with_the_trainer_whose_exit_code_is_the_jobs(stage: Stage) -> None:
-    assert (
-        stage.sbatch(
-            "torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1", TRAINER_CODE="3"
-        ).returncode
-        == 3
-    )
+    done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1", TRAINER_CODE="3")
+    assert done.returncode == 3
     [engine] = stage.calls("engine")
     with pytest.raises(ProcessLookupError):
         os.kill(engine["pid"], 0)
