@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from rlcore.algorithms import (
     AlgorithmError,
+    GuardedEstimator,
     Keyword,
     KeywordError,
     build_estimator,
@@ -46,7 +48,6 @@ from rlcore.config.messages import Problem
 from rlcore.config.path_keys import check_paths
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.policy import CriticConfig, TeacherConfig
-from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.history import curriculum_keywords
 from rlcore.data.examples import check_examples
@@ -62,8 +63,8 @@ from rollout.workflows.registry import WORKFLOWS, check_options
 
 # Exists if a GPU can be used.
 GPU_DRIVER = Path("/dev/nvidiactl")
-WORKFLOW_CALL = "__call__(self, prompt, draw, generate)"
-WORKFLOW_ROLLOUT = "rollout(self, prompt, draw, index, generate)"
+# Keywords of estimators that have keys of their own.
+SET_ELSEWHERE = {*COEFFICIENTS, PART_WEIGHTS}
 MADE = (
     "Estimator, loss and curriculum are known, take the keywords given, and can be built",
     "Every field that the estimator and the loss need can be produced",
@@ -105,20 +106,19 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
         check_examples(config.data)
         for one in [] if config.is_sft else evaluation_sets(config):
             check_examples(config.data, one.paths, key=f"{one.key}.paths")
-    for key in ("policy.checkpoint", "training.replay_from"):
-        section, _, name = key.partition(".")
-        if (folder := getattr(getattr(config, section), name)) is not None:
-            from rlcore.launch.run_folder import find_checkpoint
+    from rlcore.launch.run_folder import find_checkpoint
 
-            find_checkpoint(Path(folder), key)
+    if config.policy.checkpoint is not None:
+        find_checkpoint(Path(config.policy.checkpoint))
+    if config.training.replay_from is not None:
+        find_checkpoint(Path(config.training.replay_from), "training.replay_from")
 
 
 def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     """Check that the model can be converted, and that layout and `policy` settings fit it.
 
     Args:
-        here: the run will be on this machine. If not, and this machine has no GPU, checks that
-            depend on the device are left out.
+        here: see `check_folders`.
     """
     from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
     from backends.megatron.convert.read import read_models
@@ -126,16 +126,13 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
 
     policy, others = read_models(config)
     check_layout(policy, config.policy.parallel, world_size)
-    check_policy(config, policy, _device(here))
-    check_vocabularies(others, policy)
-    check_others(others, config.policy.parallel, world_size)
-
-
-def _device(here: bool) -> str | None:
+    device = "cpu" if here else None
     # Without a driver, torch need not be loaded to know the answer.
     if GPU_DRIVER.exists() and torch.cuda.is_available():
-        return "cuda"
-    return "cpu" if here else None
+        device = "cuda"
+    check_policy(config, policy, device)
+    check_vocabularies(others, policy)
+    check_others(others, config.policy.parallel, world_size)
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
@@ -147,14 +144,30 @@ def check_plugins(loaded: Loaded) -> list[str]:
     Raises:
         ConfigError: settings are wrong; one line for each.
     """
-    if loaded.config.cluster.tls is not None:
-        check_files(loaded.config.cluster.tls)
-    problems = [*_loss_problems(loaded), *_function_problems(loaded)]
+    config = loaded.config
+    if config.cluster.tls is not None:
+        check_files(config.cluster.tls)
     notes: list[Problem] = []
-    if not loaded.config.is_sft:
-        problems += _estimator_problems(loaded, notes)
-        problems += _engine_problems(loaded.config, notes)
-        problems += _curriculum_problems(loaded.config)
+    loss = config.algorithm.loss
+    problems, _ = _build(
+        "algorithm.loss",
+        loss,
+        policy_loss_keywords,
+        lambda _: build_policy_loss(loss.name, **loss.options).check_available(
+            POLICY_LOSS_OPTIONAL
+        ),
+    )
+    if not config.is_sft:
+        problems += _function_problems(config)
+        problems += _estimator_problems(config, notes)
+        problems += _engine_problems(config, notes)
+        if (curriculum := config.data.curriculum) is not None:
+            problems += _build(
+                "data.curriculum",
+                curriculum,
+                curriculum_keywords,
+                lambda _: build_curriculum(curriculum.name, **curriculum.options),
+            )[0]
     if problems:
         raise ConfigError(
             "\n".join(problem.at(loaded.origin(problem.path)) for problem in problems)
@@ -162,71 +175,76 @@ def check_plugins(loaded: Loaded) -> list[str]:
     return [str(note) for note in notes]
 
 
-def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
-    config = loaded.config
-    path = "algorithm.estimator"
-    section = config.algorithm.estimator
+Keywords = Mapping[str, Keyword]
+
+
+def _build(
+    path: str,
+    section: Plugin,
+    keywords_of: Callable[[str], Keywords],
+    build: Callable[[Keywords], object],
+    misfits: Callable[[Keywords], list[Problem]] = lambda _: [],
+) -> tuple[list[Problem], Any]:
+    """Return the errors of a plugin's name, keywords and values, or what `build` makes of them.
+
+    Args:
+        misfits: returns the errors of other keys, given the plugin's keywords.
+    """
     try:
-        keywords = estimator_keywords(section.name)
+        keywords = keywords_of(section.name)
     except (AlgorithmError, ImportError) as error:
-        return [Problem(f"{path}.name", str(error))]
-    problems = _keyword_problems(path, section, keywords)
-    unread = [
-        name for name, value in coefficients(config).items() if value and name not in keywords
-    ]
-    problems += [coefficient_ignored(config, name) for name in unread]
-    if config.rollout.samples_per_prompt == 1 and estimator_plugin(section.name).compares_group:
-        problems.append(one_sample(f"estimator {section.name!r}"))
-    if problems:
-        return problems
+        return [Problem(f"{path}.name", str(error))], None
+    problems: list[Problem] = []
+    for name, value in section.options.items():
+        try:
+            if name not in keywords:
+                raise KeywordError(_unknown_keyword(path, name, section, keywords))
+            check_keywords(repr(section.name), {name: keywords[name]}, {name: value})
+        except KeywordError as error:
+            problems.append(Problem(f"{path}.{name}", str(error)))
+    if problems := problems + misfits(keywords):
+        return problems, None
     try:
-        estimator = build_estimator(section.name, **estimator_options(config, keywords))
-        without_teacher = set(ESTIMATOR_OPTIONAL) - {"teacher_logprobs"}
-        estimator.check_available(ESTIMATOR_OPTIONAL if config.teacher.path else without_teacher)
+        return [], build(keywords)
     except (ValueError, TypeError) as error:
         # The constructor may reject its values, too.
-        return [Problem(path, str(error))]
-    if "reward_parts" in estimator.needs:
-        problems += sum_ignored(config)
+        return [Problem(path, str(error))], None
+
+
+def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Keywords) -> str:
+    own = [key for key in type(section).model_fields if key != "name"]
+    # Other keys set the rest.
+    settable = {key: str(keywords[key]) for key in keywords if key not in SET_ELSEWHERE}
+    near = difflib.get_close_matches(name, [*settable, *own], n=1, cutoff=0.5)
+    hint = f"; did you mean {path}.{near[0]}?" if near else ""
+    takes = ", ".join(settable.values()) or "no keyword"
+    return f"unknown keyword{hint} ({section.name!r} takes {takes})"
+
+
+def _estimator_problems(config: Config, notes: list[Problem]) -> list[Problem]:
+    section = config.algorithm.estimator
+
+    def misfits(keywords: Keywords) -> list[Problem]:
+        given = [name for name, value in coefficients(config).items() if value]
+        found = [coefficient_ignored(config, name) for name in given if name not in keywords]
+        if config.rollout.samples_per_prompt == 1 and estimator_plugin(section.name).compares_group:
+            found.append(one_sample(f"estimator {section.name!r}"))
+        return found
+
+    def build(keywords: Keywords) -> GuardedEstimator:
+        estimator = build_estimator(section.name, **estimator_options(config, keywords))
+        lacking = set() if config.teacher.path else {"teacher_logprobs"}
+        estimator.check_available(set(ESTIMATOR_OPTIONAL) - lacking)
+        return estimator
+
+    problems, estimator = _build("algorithm.estimator", section, estimator_keywords, build, misfits)
+    if problems:
+        return problems
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
         notes.append(Problem("critic", f"is ignored: estimator {section.name!r} needs no values"))
     if config.teacher != TeacherConfig() and not needs_teacher(config, estimator.needs):
         notes.append(Problem("teacher", "is ignored: algorithm.distillation.coef is 0"))
-    return problems
-
-
-def _loss_problems(loaded: Loaded) -> list[Problem]:
-    path = "algorithm.loss"
-    section = loaded.config.algorithm.loss
-    try:
-        keywords = policy_loss_keywords(section.name)
-    except (AlgorithmError, ImportError) as error:
-        return [Problem(f"{path}.name", str(error))]
-    if problems := _keyword_problems(path, section, keywords):
-        return problems
-    try:
-        build_policy_loss(section.name, **section.options).check_available(POLICY_LOSS_OPTIONAL)
-    except (ValueError, TypeError) as error:
-        return [Problem(path, str(error))]
-    return []
-
-
-def _curriculum_problems(config: Config) -> list[Problem]:
-    path = "data.curriculum"
-    section = config.data.curriculum
-    if section is None:
-        return []
-    try:
-        keywords = curriculum_keywords(section.name)
-    except (AlgorithmError, ImportError) as error:
-        return [Problem(f"{path}.name", str(error))]
-    if problems := _keyword_problems(path, section, keywords):
-        return problems
-    try:
-        build_curriculum(section.name, **section.options)
-    except (ValueError, TypeError) as error:
-        return [Problem(path, str(error))]
-    return []
+    return list(sum_ignored(config)) if "reward_parts" in estimator.needs else []
 
 
 def _engine_problems(config: Config, notes: list[Problem]) -> list[Problem]:
@@ -250,120 +268,86 @@ def _engine_problems(config: Config, notes: list[Problem]) -> list[Problem]:
     return [*fits_kind(config, kind), *getattr(factory, "check", lambda _: ())(config)]
 
 
-def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword]) -> list[Problem]:
-    problems: list[Problem] = []
-    for name, value in section.options.items():
-        if name not in keywords:
-            problems.append(
-                Problem(f"{path}.{name}", _unknown_keyword(path, name, section, keywords))
-            )
-            continue
+def _function_problems(config: Config) -> Iterator[Problem]:
+    """Yield the errors of reward functions, workflows, environments and filters."""
+    sets = evaluation_sets(config)
+    own = config.rollout.workflow
+    if own.name in WORKFLOWS and generates(config):
         try:
-            check_keywords(repr(section.name), {name: keywords[name]}, {name: value})
-        except KeywordError as error:
-            problems.append(Problem(f"{path}.{name}", str(error)))
-    return problems
+            check_options(own.name, own.options)
+        except ConfigError as error:
+            # The message begins with the key, as `Problem` wants it.
+            path, _, message = str(error).partition(": ")
+            yield Problem(path, message)
+    rewards = {"reward": config.reward}
+    rewards |= {f"{one.key}.reward": one.reward for one in sets if one.reward}
+    for key, reward in rewards.items():
+        for name, part in reward.parts.items():
+            if part.function is not None and ":" in part.function:
+                reason_of = partial(signature_problem, args=part.args)
+                yield from _call_problems(f"{key}.parts.{name}.function", part.function, reason_of)
+    workflows = {"rollout.workflow": own}
+    workflows |= {f"{one.key}.workflow": one.workflow for one in sets if one.workflow}
+    for path, workflow in workflows.items():
+        reason_of = partial(_workflow_reason, options=workflow.options)
+        yield from _call_problems(path, workflow.name, reason_of, WORKFLOWS)
+    for index, name in enumerate(config.rollout.filters):
+        path = f"rollout.filters.{index}"
+        yield from _call_problems(path, name, partial(_refused, shown="group"), FILTERS)
 
 
-def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[str, Keyword]) -> str:
-    own = [key for key in type(section).model_fields if key != "name"]
-    # Other keys set these keywords.
-    given = {*COEFFICIENTS, PART_WEIGHTS}
-    settable = [keyword for keyword in keywords.values() if keyword.name not in given]
-    near = difflib.get_close_matches(
-        name, [*(keyword.name for keyword in settable), *own], n=1, cutoff=0.5
-    )
-    hint = f"; did you mean {path}.{near[0]}?" if near else ""
-    takes = ", ".join(map(str, settable)) or "no keyword"
-    return f"unknown keyword{hint} ({section.name!r} takes {takes})"
-
-
-def _function_problems(loaded: Loaded) -> list[Problem]:
-    rewards = {"reward": loaded.config.reward} | {
-        f"{one.key}.reward": one.reward for one in evaluation_sets(loaded.config) if one.reward
-    }
-    functions = {
-        f"{path}.parts.{name}.function": part
-        for path, reward in rewards.items()
-        for name, part in reward.parts.items()
-    }
-    named = {path: part.function for path, part in functions.items() if part.function is not None}
-    workflows = {"rollout.workflow": loaded.config.rollout.workflow} | {
-        f"{one.key}.workflow": one.workflow
-        for one in evaluation_sets(loaded.config)
-        if one.workflow
-    }
-    named |= {path: workflow.name for path, workflow in workflows.items()}
-    named |= {
-        f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)
-    }
-    problems: list[Problem] = []
-    problems += _workflow_problems(loaded.config)
-    for path, target in named.items():
-        if loaded.config.is_sft:
-            continue
-        if ":" not in target:
-            known = WORKFLOWS if path in workflows else FILTERS
-            if path not in functions and target not in known:
-                problems.append(Problem(path, unknown(target, known)))
-            continue
-        try:
-            found: Callable[..., Any] = import_plugin(target, "function")
-        except (AlgorithmError, ImportError) as error:
-            problems.append(Problem(path, str(error)))
-            continue
-        if not callable(found):
-            problems.append(Problem(path, f"{target} is {found!r}, expected a callable"))
-            continue
-        part = functions.get(path)
-        if part is not None:
-            problem = signature_problem(found, part.args)
-        else:
-            problem = _call_problem(found, workflows.get(path))
-        if problem:
-            problems.append(Problem(path, f"{target!r} {problem}"))
-    return problems
-
-
-def _workflow_problems(config: Config) -> list[Problem]:
-    """Return the errors of the user's parts of our workflows: the class of an environment."""
-    section = config.rollout.workflow
-    if section.name not in WORKFLOWS or not generates(config):
-        return []
+def _call_problems(
+    path: str,
+    name: str,
+    reason_of: Callable[[Callable[..., Any]], str | None],
+    known: Iterable[str] = (),
+) -> Iterator[Problem]:
+    """Yield why the function that `name` names is unknown, or cannot be called as it will be."""
+    if ":" not in name:
+        if name not in known:
+            yield Problem(path, unknown(name, known))
+        return
     try:
-        check_options(section.name, section.options)
-    except ConfigError as error:
-        # The message begins with the key, as `Problem` wants it.
-        path, _, message = str(error).partition(": ")
-        return [Problem(path, message)]
-    return []
+        found = import_plugin(name, "function")
+    except (AlgorithmError, ImportError) as error:
+        yield Problem(path, str(error))
+        return
+    if not callable(found):
+        yield Problem(path, f"{name} is {found!r}, expected a callable")
+    elif reason := reason_of(found):
+        yield Problem(path, f"{name!r} {reason}")
 
 
-def _call_problem(found: Callable[..., Any], workflow: WorkflowConfig | None) -> str | None:
-    """Return why a workflow cannot be built, or a filter cannot be called with a group."""
-    name = getattr(found, "__name__", type(found).__name__)
-    options = {} if workflow is None else workflow.options
-    given = ", ".join([*(["context"] if workflow else ["group"]), *(f"{key}=" for key in options)])
-    calls: list[tuple[Any, int, str, dict[str, Any]]] = [(found, 1, f"{name}({given})", options)]
-    if workflow and inspect.isclass(found):
-        method = getattr(found, "rollout", None)
-        if method is not None:
-            calls.append((method, 5, WORKFLOW_ROLLOUT, {}))
-        elif (method := call_method(found)) is not None:
-            calls.append((method, 4, WORKFLOW_CALL, {}))
-        else:
-            return (
-                f"is a class without a method that makes samples: give it {WORKFLOW_ROLLOUT}, or"
-                f" {WORKFLOW_CALL}"
-            )
-    for target, count, shown, named in calls:
-        try:
-            signature = inspect.signature(target)
-        except (TypeError, ValueError):
-            # Some functions written in C have no signature.
-            continue
-        try:
-            signature.bind(*[None] * count, **named)
-        except TypeError as error:
-            return f"is called as {shown}, but takes {signature}: {error}"
+def _workflow_reason(found: Callable[..., Any], options: Mapping[str, Any]) -> str | None:
+    """Return why a workflow cannot be built, or makes no samples."""
+    shown = ", ".join(["context", *(f"{key}=" for key in options)])
+    if reason := _refused(found, shown=shown, options=options):
+        return reason
+    if not inspect.isclass(found):
+        return None
+    if (method := getattr(found, "rollout", None)) is not None:
+        return _refused(method, 5, "self, prompt, draw, index, generate")
+    if (method := call_method(found)) is not None:
+        return _refused(method, 4, "self, prompt, draw, generate")
+    return (
+        "is a class without a method that makes samples: give it"
+        " rollout(self, prompt, draw, index, generate), or"
+        " __call__(self, prompt, draw, generate)"
+    )
+
+
+def _refused(
+    found: Callable[..., Any], count: int = 1, shown: str = "", options: Mapping[str, Any] = {}
+) -> str | None:
+    """Return why a call with `count` arguments and `options`, `shown` in messages, would fail."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        # Some functions written in C have no signature.
+        return None
+    try:
+        signature.bind(*[None] * count, **options)
+    except TypeError as error:
+        name = getattr(found, "__name__", type(found).__name__)
+        return f"is called as {name}({shown}), but takes {signature}: {error}"
     return None
