@@ -11,9 +11,8 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +30,13 @@ from rlcore.config.derived import (
 )
 from rlcore.config.load import Loaded
 from rlcore.data.loading import prompt_notes
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RankAddress, RolloutSource
-from rlcore.launch.engines import build_engines, visible_names
+from rlcore.launch.engines import build_service, visible_names
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
+from rlcore.launch.service.client import RemoteMemory, ServiceClient
 from rlcore.planning.devices import peak_flops
 from rlcore.runs.versions import VersionJournal
 from rlcore.timeline.start import START
@@ -51,14 +52,8 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rlcore.weights import DTYPES
 from rollout.weight_sync.process_group import gpu_identity
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-    from rlcore.launch.service.client import ServiceClient
-
-
-@dataclass
-class RolloutHandles:
+class RolloutHandles(NamedTuple):
     """Rank 0's source of samples and receiver of weights; other ranks have none."""
 
     source: RolloutSource
@@ -132,15 +127,16 @@ def open_handles(
     Args:
         service: the process of the rollout service; None: the service runs in this process.
     """
-    from rlcore.data.tokenizer import load_tokenizer
-
     if service is not None:
-        return _open_service_process(service, config, stack, greedy_baseline)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+        stack.callback(service.close)
+        lengths = service.open(config, greedy_baseline=greedy_baseline)
+        memory = RemoteMemory(service)
+        return RolloutHandles(service, service.begin_publication, len(lengths), lengths, memory)
+    tokenizer = config.model.tokenizer or config.model.path
     if config.is_sft:
         from rlcore.trainer.sources import SFTSource
 
-        sft = SFTSource(config, tokenizer)
+        sft = SFTSource(config, load_tokenizer(tokenizer))
         return RolloutHandles(sft, None, len(sft.prompts), sft.prompts.lengths)
     if config.training.replay is not None:
         from rlcore.trainer.sources import ReplaySource
@@ -148,48 +144,19 @@ def open_handles(
 
         replay = ReplaySource(
             Path(config.training.replay),
-            vocab_size=check_vocabulary(config.model.path, tokenizer),
+            vocab_size=check_vocabulary(config.model.path, load_tokenizer(tokenizer)),
             greedy_baseline=greedy_baseline,
             recorded=recorded_fields(config),
         )
         return RolloutHandles(replay, None, 1)
-    return _open_service_here(config, tokenizer, stack, greedy_baseline=greedy_baseline)
-
-
-def _open_service_process(
-    client: ServiceClient, config: Config, stack: ExitStack, greedy_baseline: bool
-) -> RolloutHandles:
-    from rlcore.launch.service.client import RemoteMemory, RemoteSource
-
-    stack.callback(client.close)
-    opened = client.open(config, greedy_baseline=greedy_baseline)
-    return RolloutHandles(
-        RemoteSource(client),
-        client.begin_publication,
-        opened.num_prompts,
-        opened.prompt_lengths,
-        RemoteMemory(client),
-    )
-
-
-def _open_service_here(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    stack: ExitStack,
-    *,
-    greedy_baseline: bool,
-) -> RolloutHandles:
-    from rlcore.launch.service.host import build_service
-
-    engines = build_engines(config)
-    service, memory = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
-    stack.callback(service.close)
+    here, fleet_memory = build_service(config, greedy_baseline=greedy_baseline)
+    stack.callback(here.close)
 
     def begin(method: str, *arguments: Any) -> Future[Any]:
-        work = getattr(service.publication, method)(*arguments)
-        return asyncio.run_coroutine_threadsafe(work, service.loop)
+        work = getattr(here.publication, method)(*arguments)
+        return asyncio.run_coroutine_threadsafe(work, here.loop)
 
-    return RolloutHandles(service, begin, len(service.prompts), service.prompts.lengths, memory)
+    return RolloutHandles(here, begin, len(here.prompts), here.prompts.lengths, fleet_memory)
 
 
 def start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
@@ -221,35 +188,26 @@ def build_weight_publisher(
         return None
     from rollout.weight_sync.choose import make_sender
 
+    device = process.device
+    address = RankAddress(socket.gethostname())
+    if device.type == "cuda":
+        [visible] = visible_names([device.index], os.environ)
+        address = RankAddress(address.host, gpu_identity(device), visible)
     calls = None
     if handles is not None and handles.publication is not None:
         calls = PublicationCalls(handles.publication, publication_call_s(config))
     ranks = SenderRanks(
         process.sync,
-        make=lambda transport: make_sender(transport, config, process.device),
-        address=rank_address(process.device),
+        make=lambda transport: make_sender(transport, config, device),
+        address=address,
         calls=calls,
     )
     stack.callback(ranks.close)
-    publisher = WeightPublisher(
-        backend,
-        process.sync,
-        ranks,
-        journal=journal,
-        timeout_s=all_engines_timeout_s(config),
-    )
+    timeout_s = all_engines_timeout_s(config)
+    publisher = WeightPublisher(backend, process.sync, ranks, journal=journal, timeout_s=timeout_s)
     if handles is not None:
         publisher.published = handles.source.published
     return publisher
-
-
-def rank_address(device: torch.device) -> RankAddress:
-    """Return the address of this rank, which is on `device`."""
-    host = socket.gethostname()
-    if device.type != "cuda":
-        return RankAddress(host)
-    [visible] = visible_names([device.index], os.environ)
-    return RankAddress(host, gpu_identity(device), visible)
 
 
 def build_gpu_sharing(
@@ -279,7 +237,7 @@ def build_utilization(
     if peak is None:
         return None
     shape = read_architecture(config.model.path).shape
-    return Utilization(shape, peak * process.world_size, scores_policy=credit.passes.policy)
+    return Utilization(shape, peak * process.sync.world_size, scores_policy=credit.passes.policy)
 
 
 def build_rank0(
@@ -294,20 +252,19 @@ def build_rank0(
 ) -> RankZero:
     """Make rank 0's own parts, and start its trackers."""
     config = loaded.config
-    directory = run.directory
     found = run.resume_from
     tracker = build_trackers(
-        config, directory, found.state["tracker"] if found else None, total_steps=steps
+        config, run.directory, found.state["tracker"] if found else None, total_steps=steps
     )
     threads = f"{torch.get_num_threads()} a process (run.threads)"
-    tracker.start({"run": str(directory.path), **backend.describe(), "threads": threads})
+    tracker.start({"run": str(run.directory.path), **backend.describe(), "threads": threads})
     if handles.prompt_lengths is not None:
         tracker.show_prompt_lengths(handles.prompt_lengths)
     rank0 = RankZero(
         config,
         source=handles.source,
         tracker=tracker,
-        directory=directory,
+        directory=run.directory,
         checkpoints=run.checkpoints,
         total_steps=steps,
         interrupted=lambda: process.sync.interrupt_requested,

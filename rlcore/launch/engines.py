@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,27 @@ from rlcore.launch.logs import log_folder
 from rollout.engines.factories import EngineNode, EngineSite, factory_of
 from rollout.fleet.engine_list import EngineList
 
-IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
+if TYPE_CHECKING:
+    from rollout.fleet.engine_memory import FleetMemory
+    from rollout.service import RolloutService
+
+
+def build_service(config: Config, *, greedy_baseline: bool) -> tuple[RolloutService, FleetMemory]:
+    """Make the rollout service and its `EngineMemory` in this process, without starting them.
+
+    Raises:
+        UserError: see `build_engines`, `load_prompts` and `RolloutService`.
+    """
+    from rlcore.data.loading import load_prompts
+    from rlcore.data.tokenizer import load_tokenizer
+    from rollout.fleet.engine_memory import FleetMemory
+    from rollout.service import RolloutService
+
+    engines = build_engines(config)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    prompts = load_prompts(config, tokenizer)
+    service = RolloutService(config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline)
+    return service, FleetMemory(service.fleet, config.rollout.engine, service.thread)
 
 
 def build_engines(config: Config) -> list[RolloutEngine]:
@@ -39,23 +60,8 @@ def build_engines(config: Config) -> list[RolloutEngine]:
     if config.rollout.engine.urls_file is not None:
         return EngineList(config).build_all()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else 1
-    site = engine_site(
-        config,
-        local_ranks=local_ranks,
-        logs=log_folder(config.run),
-    )
+    site = engine_site(config, local_ranks=local_ranks, logs=log_folder(config.run))
     return list(factory_of(config.rollout.engine.kind).build(site))
-
-
-def check_reachable(engines: Sequence[RolloutEngine], config: Config) -> None:
-    """Raise ConfigError for an engine that takes weights only inside the trainer's process."""
-    for engine in engines:
-        if engine.transports == (IN_PROCESS,):
-            raise ConfigError(
-                f"rollout.engine.kind: {config.rollout.engine.kind} takes weights"
-                " only inside its own process, but with rollout.service: process the trainer is in"
-                " another: set rollout.service to in_process"
-            )
 
 
 def engine_site(
@@ -101,30 +107,30 @@ def assign_gpus(
             or that an engine cannot use.
     """
     if not visible or config.device == "cpu":
+        why = "torch sees no GPU here"
+        if config.device == "cpu":
+            why = "engines are on the CPU (rollout.engine.device)"
         if config.gpus:
-            where = (
-                "engines are on the CPU (rollout.engine.device)"
-                if config.device == "cpu"
-                else "torch sees no GPU here"
-            )
-            raise ConfigError(f"rollout.engine.gpus: got {config.gpus}, but {where}: leave it out")
+            raise ConfigError(f"rollout.engine.gpus: got {config.gpus}, but {why}: leave it out")
         return [()] * config.count
     trainer = range(min(ranks, visible))
+    free = trainer if config.colocated else range(len(trainer), visible)
     if (kind := KINDS.get(config.kind)) is not None and kind.shares_gpu:
-        free = trainer if config.colocated else range(len(trainer), visible)
         pool = free or range(visible)
         return [(pool[index % len(pool)],) for index in range(config.count)]
     width = config.tensor_parallel // nodes
-    offered = list(config.gpus or (trainer if config.colocated else range(len(trainer), visible)))
+    offered = list(config.gpus or free)
     if missing := [gpu for gpu in offered if gpu >= visible]:
         raise ConfigError(
             f"rollout.engine.gpus: got {missing[0]}, but this machine has GPUs 0 to {visible - 1}"
         )
     if config.colocated and (alone := [gpu for gpu in offered if gpu not in trainer]):
+        span = f"they are on {trainer[0]} to {trainer[-1]}"
+        if len(trainer) == 1:
+            span = f"it is on {trainer[0]}"
         raise ConfigError(
-            f"rollout.engine.gpus: got {alone[0]}, which no trainer process is on"
-            f" ({_span(trainer)}): with rollout.engine.colocated engines take turns with the"
-            " trainer; leave gpus out"
+            f"rollout.engine.gpus: got {alone[0]}, which no trainer process is on ({span}): with"
+            " rollout.engine.colocated engines take turns with the trainer; leave gpus out"
         )
     if len(offered) < config.count * width:
         raise ConfigError(_too_few(config, width, offered, visible, len(trainer)))
@@ -140,27 +146,15 @@ def _too_few(
     wanted = f"{config.count} x {ranks} need {config.count * width}"
     if config.gpus:
         return f"rollout.engine.gpus: got {len(offered)}, but rollout.engine.count {wanted}"
-    message = f"rollout.engine.count: {wanted} GPUs, but "
-    if config.colocated:
-        return (
-            message
-            + f"the trainer, whose GPUs they share, has {trainer} on this machine: use fewer or"
-            " smaller engines"
-        )
-    return (
-        message
-        + f"of the {visible} of this machine the trainer has {trainer}: use fewer or smaller"
-        " engines, or fewer trainer processes (cluster.processes_per_node), share GPUs by"
+    why = f"of the {visible} of this machine the trainer has {trainer}"
+    advice = (
+        ", or fewer trainer processes (cluster.processes_per_node), share GPUs by"
         " rollout.engine.colocated, or name engines elsewhere in rollout.engine.urls"
     )
-
-
-def _span(trainer: range) -> str:
-    return (
-        f"it is on {trainer[0]}"
-        if len(trainer) == 1
-        else f"they are on {trainer[0]} to {trainer[-1]}"
-    )
+    if config.colocated:
+        why = f"the trainer, whose GPUs they share, has {trainer} on this machine"
+        advice = ""
+    return f"rollout.engine.count: {wanted} GPUs, but {why}: use fewer or smaller engines{advice}"
 
 
 def visible_names(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:

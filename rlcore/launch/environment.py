@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rlcore.deadlines import SPEAKER_S
@@ -13,23 +14,17 @@ from rlcore.errors import RunFailed
 THREADS = "OMP_NUM_THREADS"
 # More threads do not speed up the passes over a step's tokens on rank 0.
 MAX_THREADS = 16
-
 # Open files of a process besides its connections to other ranks: libraries, shards, engines, logs.
 OTHER_FILES = 1024
-
 # The network interface that gloo listens on.
 INTERFACE = "GLOO_SOCKET_IFNAME"
-
 # The process id of our own supervisor, which reports how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
-
 # A file with the configuration that a launcher on this machine has resolved and checked for its
 # ranks, whose command lines are masked.
 RESOLVED = "RLCORE_RESOLVED"
-
 # Set if Ray restarts the ranks: their engines are running, and some may be lost.
 RESTARTED = "RLCORE_RESTARTED"
-
 # The folder of the ranks' store, if all ranks run on this machine (rlcore/stores.py).
 STORE_FOLDER = "RLCORE_STORE_FOLDER"
 
@@ -46,16 +41,6 @@ def rank_environment(
     }
 
 
-def store_environment(host: str, port: int) -> dict[str, str]:
-    """Return torchrun's variables for ranks whose store our supervisor holds."""
-    # The supervisor holds the store, so no rank chooses a port.
-    return {
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 def is_rank() -> bool:
     """Return whether torchrun or our own supervisor gave this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -64,11 +49,6 @@ def is_rank() -> bool:
 def supervised() -> bool:
     """Return whether our own supervisor (local, or the Ray driver) started this process."""
     return SUPERVISED in os.environ
-
-
-def restarted() -> bool:
-    """Return whether the ranks were restarted while engines of an earlier start are running."""
-    return RESTARTED in os.environ
 
 
 def orphaned() -> bool:
@@ -119,27 +99,18 @@ def threads_at_most() -> int | None:
 
     torchrun gives each of several processes one thread, too few for rank 0 to prepare a step.
     """
-    if threads_given():
+    given = THREADS in os.environ
+    if given and (started_by_torchrun() or STORE_FOLDER in os.environ):
+        # Both launchers set the variable for their ranks, so look at the launcher's environment.
+        with suppress(OSError):
+            before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+            given = any(entry.startswith(f"{THREADS}=".encode()) for entry in before.split(b"\0"))
+    if given:
         return None
     if not is_rank():
         return cores()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_THREADS, max(1, cores() // ranks))
-
-
-def threads_given() -> bool:
-    """Return whether the user has set OMP_NUM_THREADS.
-
-    torchrun and our own launcher set it for their ranks, so only the environment of the launcher
-    shows the user's setting.
-    """
-    if THREADS not in os.environ or not (started_by_torchrun() or STORE_FOLDER in os.environ):
-        return THREADS in os.environ
-    try:
-        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return True
-    return any(entry.startswith(f"{THREADS}=".encode()) for entry in before.split(b"\0"))
 
 
 def cores() -> int:

@@ -7,6 +7,7 @@ heartbeat thread ends its own process if the main thread is stuck in a collectiv
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -71,11 +72,9 @@ class HeartbeatMonitor:
         self._checked_at = now
         silence: dict[int, float] = {}
         for rank, (before, since) in self._beats.items():
-            beat = (
-                self.store.get(beat_key(rank)).decode(errors="replace")
-                if self.store.check([beat_key(rank)])
-                else ""
-            )
+            key = beat_key(rank)
+            found = self.store.get(key) if self.store.check([key]) else b""
+            beat = found.decode(errors="replace")
             if beat != before or stalled:
                 self._beats[rank] = beat, now
                 since = now
@@ -84,13 +83,12 @@ class HeartbeatMonitor:
         self.last = silence
         return silence
 
-    def failure(self, *, limit_s: float | None = None) -> Failure | None:
+    def failure(self, *, limit_s: float = math.inf) -> Failure | None:
         """Return the longest silent rank, if longer than the limit, which `limit_s` lowers."""
-        limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
         late = []
         for rank, seconds in sorted(self.silence().items(), key=lambda item: -item[1]):
             _, _, doing = self._beats[rank][0].partition(" ")
-            if doing and seconds > limit:
+            if doing and seconds > min(limit_s, self.limit_s):
                 key = f"cluster.heartbeat_timeout_s: {self.limit_s:g}"
                 return Failure(
                     rank, f"it has been silent for {seconds:.0f} s ({key}); it was at: {doing}"
@@ -101,11 +99,8 @@ class HeartbeatMonitor:
             return None
         # A late rank that has joined waits for another late rank.
         missing = (rank for rank in late if not self.store.check([here_key(rank)]))
-        why = (
-            f"it has not joined the others within {self.start_limit_s:g} s"
-            " (cluster.start_timeout_s)"
-        )
-        return Failure(next(missing, late[0]), why)
+        limit = f"{self.start_limit_s:g} s (cluster.start_timeout_s)"
+        return Failure(next(missing, late[0]), f"it has not joined the others within {limit}")
 
 
 class Heartbeat:
@@ -130,8 +125,10 @@ class Heartbeat:
         self._monitor = monitor
         self._on_failure = on_failure
         self._stopped = threading.Event()
-        self._cleaning_up = threading.Event()
-        self._ignores_peers = threading.Event()
+        # The main thread knows of the failure, and has LEAVE_S to clean up.
+        self.cleaning_up = False
+        # This rank needs no peer from now on.
+        self.ignores_peers = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -139,14 +136,6 @@ class Heartbeat:
     def silent_ranks(self) -> list[int]:
         """Peers that have missed a beat or two, among them every lost peer."""
         return [rank for rank, seconds in self._monitor.last.items() if seconds > 2 * BEAT_S]
-
-    def allow_cleanup(self) -> None:
-        """Give the main thread, which knows of the failure, LEAVE_S to clean up."""
-        self._cleaning_up.set()
-
-    def ignore_peers(self) -> None:
-        """Stop monitoring: this rank needs no peer from now on."""
-        self._ignores_peers.set()
 
     def stop(self, *, clean: bool) -> None:
         """Stop beating; `clean` marks the silence as intended."""
@@ -169,7 +158,7 @@ class Heartbeat:
                 noticed = 0.0
             else:
                 noticed = noticed or time.monotonic()
-                limit_s = LEAVE_S if self._cleaning_up.is_set() else NOTICE_S
+                limit_s = LEAVE_S if self.cleaning_up else NOTICE_S
                 if time.monotonic() - noticed > limit_s:
                     self._end(failure)
             number += 1
@@ -183,11 +172,9 @@ class Heartbeat:
         try:
             self._store.set(beat_key(self._sync.rank), f"{number} {self._sync.doing}")
             known = read_failure(self._store)
-            if known is None and not self._ignores_peers.is_set():
-                silent = self._monitor.failure(
-                    limit_s=SIGNALLED_S if self._sync.was_signalled else None
-                )
-                if silent is not None:
+            if known is None and not self.ignores_peers:
+                limit_s = SIGNALLED_S if self._sync.was_signalled else math.inf
+                if (silent := self._monitor.failure(limit_s=limit_s)) is not None:
                     post_failure(self._store, silent)
                     known = read_failure(self._store)
             return known
@@ -203,7 +190,7 @@ class Heartbeat:
         if self._stopped.is_set():
             return
         try:
-            if not self._cleaning_up.is_set():
+            if not self.cleaning_up:
                 with suppress(dist.DistError):
                     self._store.compare_set(_STUCK, "", str(self._sync.rank))
             for report in self._on_failure:

@@ -37,7 +37,6 @@ from rlcore.launch.logs import (
     LAST_LINES,
     LAST_LINES_OF_A_STACK,
     describe_failure,
-    log_folder,
     rank_log_path,
 )
 from rlcore.launch.run_folder import conclude_unless_written, result_mark, was_opened
@@ -190,7 +189,7 @@ class _LocalRanks:
 
         Its fault handler works even if the interpreter is stuck.
         """
-        if rank_log_path(log_folder(self.config.run), rank).exists():
+        if rank_log_path(self.config.run, rank).exists():
             self.workers[rank].send_signal(signal.SIGUSR1)
             self.lines = LAST_LINES_OF_A_STACK
             time.sleep(STACKS_S)

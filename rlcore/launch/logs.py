@@ -32,43 +32,59 @@ CHATTY = ("megatron",)
 _kept_open: list[TextIO] = []
 
 
-class RankLog:
-    """Buffers records until `open` names their folder, which a run takes after all checks."""
+class ProcessLog:
+    """Collects records and Python's warnings, in memory until `open` names the log's folder.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    A run takes its folder after all checks.
+
+    Args:
+        name: the name of the file, without its suffix.
+        on_terminal: our warnings are shown on the terminal, too.
+        takes_output: all other output of the process goes to the file, too.
+    """
+
+    def __init__(self, name: str, *, on_terminal: bool, takes_output: bool) -> None:
+        self._name = name
+        self._takes_output = takes_output
         self._early = MemoryHandler(
             EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False
         )
+        self._handlers: list[logging.Handler] = [self._early]
+        if on_terminal:
+            self._handlers.append(Terminal())
         self._file: logging.StreamHandler[TextIO] | None = None
+        root = logging.getLogger()
+        root.setLevel(logging.INFO)
+        # Megatron warns about every optional package that is missing.
+        logging.captureWarnings(True)
+        for handler in self._handlers:
+            root.addHandler(handler)
 
     def open(self, folder: Path) -> None:
-        """Write to `folder`/rank_N.log from now on, beginning with the buffered records.
-
-        All output of the ranks above 0 goes there, too.
-        """
-        self._file = open_log(rank_log_path(folder, self.rank))
+        """Write to a file in `folder` from now on, beginning with the buffered records."""
+        self._file = open_log(folder / f"{self._name}.log")
         self._early.setTarget(self._file)
         self._early.flush()
-        logging.getLogger().removeHandler(self._early)
-        logging.getLogger().addHandler(self._file)
-        if self.rank == 0:
-            return
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Redirect the descriptors, so that native code writes to the log, too.
-        for descriptor in (1, 2):
-            os.dup2(self._file.stream.fileno(), descriptor)
+        root = logging.getLogger()
+        root.removeHandler(self._early)
+        root.addHandler(self._file)
+        self._handlers.append(self._file)
+        if self._takes_output:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Redirect the descriptors, so that native code writes to the log, too.
+            for descriptor in (1, 2):
+                os.dup2(self._file.stream.fileno(), descriptor)
 
-    def log_error(self, error: BaseException) -> None:
-        """End the file with the error that ended this rank.
-
-        On ranks above 0 Python itself writes the traceback there.
-        """
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop collecting records, and end the file with the error that ended this process."""
         if isinstance(error, RlcoreError):
             self._write(str(error))
-        elif self.rank == 0:
+        elif error is not None and not self._takes_output:
+            # Otherwise Python itself writes the traceback there.
             self._write("this rank ends:", error)
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
 
     def dump_stacks(self, failure: Failure) -> None:
         """Write every thread's stack, before a rank that does not leave is ended."""
@@ -84,11 +100,23 @@ class RankLog:
                 logging.LogRecord("rlcore", logging.ERROR, __file__, 0, text, None, trace)
             )
 
-    def close(self) -> None:
-        """Stop collecting records."""
-        for handler in (self._early, self._file):
-            if handler is not None:
-                logging.getLogger().removeHandler(handler)
+
+@contextmanager
+def rank_log(rank: int) -> Iterator[ProcessLog]:
+    """Collect a rank's records while open."""
+    levels = {name: logging.getLogger(name).level for name in (None, *CHATTY)}
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    log = ProcessLog(f"rank_{rank}", on_terminal=rank == 0, takes_output=rank > 0)
+    try:
+        yield log
+    except BaseException as error:
+        log.close(error)
+        raise
+    finally:
+        log.close()
+        for logger_name, level in levels.items():
+            logging.getLogger(logger_name).setLevel(level)
 
 
 def open_log(path: Path) -> logging.StreamHandler[TextIO]:
@@ -149,46 +177,19 @@ class Terminal(logging.Handler):
             print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def rank_log(rank: int) -> Iterator[RankLog]:
-    """Collect this process's records and Python's warnings while open."""
-    root = logging.getLogger()
-    log = RankLog(rank)
-    handlers: list[logging.Handler] = [log._early] + ([Terminal()] if rank == 0 else [])
-    levels = {name: logging.getLogger(name).level for name in (None, *CHATTY)}
-    root.setLevel(logging.INFO)
-    for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Megatron warns about every optional package that is missing.
-    logging.captureWarnings(True)
-    for handler in handlers:
-        root.addHandler(handler)
-    try:
-        yield log
-    except BaseException as error:
-        log.log_error(error)
-        raise
-    finally:
-        log.close()
-        for handler in handlers:
-            root.removeHandler(handler)
-        for logger_name, level in levels.items():
-            logging.getLogger(logger_name).setLevel(level)
-
-
-def rank_log_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
-    return folder / f"rank_{rank}.log"
-
-
 def log_folder(run: RunConfig) -> Path:
     """Return the folder of a run's logs."""
     return Path(run.dir) / run.name / "logs"
 
 
+def rank_log_path(run: RunConfig, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return log_folder(run) / f"rank_{rank}.log"
+
+
 def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
     """Describe why a run ended and how to continue it, with the last lines of the rank's log."""
-    path = rank_log_path(log_folder(run), failure.rank)
+    path = rank_log_path(run, failure.rank)
     # The ranks of an evaluation print instead, and a new rank has not opened its log.
     if not path.exists():
         return f"trainer {failure}"

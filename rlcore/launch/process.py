@@ -8,7 +8,6 @@ import re
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from rlcore.launch.environment import (
     threads_at_most,
 )
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
-from rlcore.launch.logs import RankLog, describe_failure, rank_log
+from rlcore.launch.logs import ProcessLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
@@ -60,7 +59,6 @@ DETERMINISTIC_LIBRARIES = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 
-
 # The choice of threads: the time ratio that several must beat, how often each is tried, the widest
 # layer and the work of a measurement.
 WORTHWHILE = 0.8
@@ -74,14 +72,11 @@ GROUPS_OF_ALL_RANKS = 2
 
 @dataclass(frozen=True)
 class Process:
-    """This process's rank, device and connections to the other ranks."""
+    """This process's device, and its connections to the other ranks."""
 
-    rank: int
-    world_size: int
-    local_rank: int
     device: torch.device
     sync: RankSync
-    log: RankLog
+    log: ProcessLog
     # Called if the main thread cannot report the failure any more.
     on_failure: list[Callable[[Failure], None]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
@@ -97,7 +92,7 @@ class Process:
             yield
         except Exception as error:
             if self.heartbeat is not None:
-                self.heartbeat.allow_cleanup()
+                self.heartbeat.cleaning_up = True
             cause = _translate_error(self.sync.explain(error), self)
             self.sync.fail(cause)
             if cause is error:
@@ -106,10 +101,7 @@ class Process:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Choose this rank's GPU, or the CPU if there is no GPU.
-
-    Raises ConfigError if the machine has more ranks than GPUs, and ranks may not share a GPU.
-    """
+    """Choose this rank's GPU, or the CPU if there is no GPU. Raises ConfigError for too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -142,7 +134,7 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
             timeout_s = config.cluster.collective_timeout_s
             sync = RankSync(dist.HashStore(), 0, 1, timeout_s=timeout_s)
             with _signals(sync, has_steps):
-                yield Process(0, 1, 0, pick_device(0), sync, log)
+                yield Process(pick_device(0), sync, log)
 
 
 def set_up_torch(config: Config) -> None:
@@ -190,7 +182,7 @@ def choose_threads(config: Config) -> None:
 
 
 def _seconds_of_a_layer(hidden: int) -> float:
-    """Time forward and backward of an MLP of width `hidden`, on tokens for some milliseconds."""
+    """Time forward and backward of an MLP, on tokens for some milliseconds."""
     tokens = max(64, min(2048, PROBE_FLOPS // (48 * hidden**2)))
     x = torch.ones(tokens, hidden)
     up = torch.ones(hidden, 4 * hidden, requires_grad=True)
@@ -237,29 +229,24 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
 
 
 @contextmanager
-def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Process]:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cluster = config.cluster
-    device = pick_device(local_rank)
+def _among_ranks(config: Config, log: ProcessLog, has_steps: bool) -> Iterator[Process]:
+    device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
     with START.phase("ranks"):
-        sync, attempt = _rendezvous(device, cluster)
-    store = sync.store
-    rank = sync.rank
-    world_size = sync.world_size
-    peers = [0] if rank else range(1, world_size)
+        sync, attempt = _rendezvous(device, config.cluster)
+    peers = [0] if sync.rank else range(1, sync.world_size)
     on_failure: list[Callable[[Failure], None]] = [log.dump_stacks]
-    if rank == 0 and not supervised():
-        on_failure.append(
-            lambda failure: print(
-                f"rlcore: {describe_failure(failure, config.run)}", file=sys.stderr, flush=True
-            )
-        )
+    if sync.rank == 0 and not supervised():
+
+        def report(failure: Failure) -> None:
+            text = describe_failure(failure, config.run)
+            print(f"rlcore: {text}", file=sys.stderr, flush=True)
+
+        on_failure.append(report)
     # The beats get their own connection, as they would wait for the main thread on a shared one.
-    beats = store.clone()  # type: ignore[union-attr]  # torch's type stub lacks it
-    heartbeat = Heartbeat(beats, sync, HeartbeatMonitor(beats, peers, cluster), on_failure)
-    process = Process(
-        rank, world_size, local_rank, device, sync, log, on_failure, heartbeat, attempt
-    )
+    beats = sync.store.clone()  # type: ignore[union-attr]  # torch's type stub lacks it
+    monitor = HeartbeatMonitor(beats, peers, config.cluster)
+    heartbeat = Heartbeat(beats, sync, monitor, on_failure)
+    process = Process(device, sync, log, on_failure, heartbeat, attempt)
     try:
         with process.reporting_errors(), _signals(sync, has_steps):
             yield process
@@ -304,10 +291,18 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
         keys = keys_under(attempt.prefix, store)
         sync = RankSync(keys, rank, world_size, timeout_s=cluster.collective_timeout_s)
         timeout = timedelta(seconds=cluster.collective_timeout_s)
+        prefix = f"{attempt.prefix}/ranks"
+        if isinstance(store, FolderStore):
+            path = store.under(prefix).folder / "groups"
+            groups: dist.Store = dist.FileStore(str(path), world_size)
+        else:
+            # A request of gloo for many keys waits for the store's timeout.
+            store.set_timeout(timeout)
+            groups = dist.PrefixStore(prefix, store)
         with meeting_briefly():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=_store_of_groups(store, f"{attempt.prefix}/ranks", world_size, timeout),
+                store=groups,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -324,39 +319,27 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
     return sync, attempt
 
 
-def _store_of_groups(store: Store, prefix: str, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the store for the rendezvous of torch's process groups, with `timeout` for waits."""
-    if isinstance(store, FolderStore):
-        return dist.FileStore(str(store.under(prefix).folder / "groups"), world_size)
-    # A request of gloo for many keys waits for the store's timeout.
-    store.set_timeout(timeout)
-    return dist.PrefixStore(prefix, store)
-
-
 def _translate_error(error: BaseException, process: Process) -> BaseException:
     """Explain a broken or late collective for which no peer has posted a reason.
 
     Other errors are returned unchanged.
     """
-    text = str(error)
-    if (
-        isinstance(error, RlcoreError)
-        or not isinstance(error, RuntimeError)
-        or process.world_size == 1
-    ):
-        return error
-    if "gloo" not in text.lower() and not isinstance(error, dist.DistError):
+    said = str(error).lower()
+    is_gloo = "gloo" in said or isinstance(error, dist.DistError)
+    is_ours = isinstance(error, RlcoreError) or not isinstance(error, RuntimeError)
+    if is_ours or not is_gloo or process.sync.world_size == 1:
         return error
     # gloo's message begins with a source location and ends with advice.
-    reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is typically")[0]
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    first = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])
+    reason = first.partition(". This is typically")[0]
+    if "timed out" in said or "timeout" in said:
         return DeadlineExceeded(
-            f"rank {process.rank} waited for its peers in a collective for longer than"
+            f"rank {process.sync.rank} waited for its peers in a collective for longer than"
             f" cluster.collective_timeout_s: {reason}"
         )
     silent = [] if process.heartbeat is None else process.heartbeat.silent_ranks
     gone = f"; silent: rank {', '.join(map(str, silent))}" if silent else ""
-    return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}{gone}")
+    return RunFailed(f"rank {process.sync.rank} lost a peer in a collective: {reason}{gone}")
 
 
 STOPPING = b"rlcore: stopping after this step, which may take a while; a second signal ends it\n"
@@ -368,10 +351,6 @@ def _signals(sync: RankSync, has_steps: bool) -> Iterator[None]:
 
     Without steps the first signal interrupts.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
     asked_at: dict[int, float] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:

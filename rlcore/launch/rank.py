@@ -30,6 +30,7 @@ from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, 
 from rlcore.launch.service.client import ServiceClient, begin_service
 from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
+from rlcore.runs.versions import VersionJournal
 from rlcore.timeline.start import START
 from rlcore.tracking.hub import push_run, reach_hub
 from rlcore.trainer.loop import Trainer
@@ -51,7 +52,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, is_checked: boo
         with ExitStack() as stack:
             service = begin_service(loaded.config, stack)
             process = stack.enter_context(join(loaded.config))
-            rank = process.rank
+            rank = process.sync.rank
             resumes = process.attempt.resumes
             outcome = run_rank(
                 process,
@@ -84,15 +85,14 @@ def run_rank(
 ) -> Outcome:
     """Build the parts of this rank, train, and end the run.
 
-    Args:
-        service: the process of the rollout service; None: a service would run in this process.
+    Without `service`, the process of the rollout service, a service runs in this process.
     """
+    sync = process.sync
     with START.phase("input"):
         if not is_checked:
-            check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
+            check_input(loaded.config, sync.world_size, resume=resume, overwrite=overwrite)
         loaded = pin_initial_policy(loaded, resume=resume)
     config = loaded.config
-    sync = process.sync
     start_s = config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.reporting_errors():
@@ -127,14 +127,15 @@ def run_rank(
             timeout_s=start_s,
         )
         process.log.open(log_folder(config.run))
-        stack.callback(record_timeline(config, f"rank_{process.rank}"))
+        stack.callback(record_timeline(config, f"rank_{sync.rank}"))
         if run is not None:
             mark_opened(sync.store)
             process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
         start_engines(process, config, handles)
         rank0 = journal = None
         if run is not None:
-            journal = run.version_journal()
+            newest = run.resume_from.state.get("version") if run.resume_from else None
+            journal = VersionJournal(run.directory.versions_path, newest=newest or 0)
             rank0 = build_rank0(
                 loaded, process, on_rank0(handles), run, journal, backend, credit, steps
             )
@@ -180,7 +181,7 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
     # The other ranks leave now, as an upload can take longer than they would wait.
     if rank0 is not None:
         if process.heartbeat is not None:
-            process.heartbeat.ignore_peers()
+            process.heartbeat.ignores_peers = True
         if outcome.status in FINISHED and config.checkpoint.export_hf:
             _export_best(config, rank0)
         if outcome.status in FINISHED and config.tracking.hub.repo:
@@ -195,13 +196,12 @@ def _export_best(config: Config, rank0: RankZero) -> None:
     if best is None:
         return
     folder = rank0.directory.path / "hf_best"
+    note = f"{folder} has step {best.step}, the best {best.metric}: {best.value:.6g}"
     try:
         export_policy(config, rank0.checkpoints.path(best.step) / "model", folder)
-        rank0.tracker.note(
-            f"{folder} has step {best.step}, the best {best.metric}: {best.value:.6g}"
-        )
     except (OSError, RunFailed, UserError) as error:
-        rank0.tracker.note(
+        note = (
             f"WARNING {folder} could not be written: {in_one_line(error)}; try again by `rlcore"
             f" export {rank0.directory.path} FOLDER --best`"
         )
+    rank0.tracker.note(note)

@@ -28,7 +28,6 @@ from rlcore.runs.checkpoints import (
 from rlcore.runs.directory import ResultMark, RunDirectory, Status
 from rlcore.runs.lock import lock_holder
 from rlcore.runs.metrics import read_metrics
-from rlcore.runs.versions import VersionJournal
 from rlcore.stores import Store
 from rlcore.timeline.recorder import RECORDER
 from rlcore.trainer.rank0 import FINISHED, EarlyStopping
@@ -45,11 +44,6 @@ class OpenRun:
     directory: RunDirectory
     checkpoints: CheckpointStore
     resume_from: Checkpoint | None
-
-    def version_journal(self) -> VersionJournal:
-        """Return the journal of published versions, continued from the checkpoint's."""
-        known = self.resume_from.state if self.resume_from else {}
-        return VersionJournal(self.directory.versions_path, newest=known.get("version") or 0)
 
     def end_with(self, error: BaseException) -> None:
         """Free the run's name after bad input; after other errors, write a missing result."""
@@ -107,11 +101,11 @@ def open_run(
     found = latest_checkpoint(checkpoints.folder) if directory.resumed else None
     run = OpenRun(directory, checkpoints, found)
     stack.push(lambda _, error, __: run.end_with(error) if error is not None else None)
-    if found is not None:
-        check_unfinished(config, found, steps, directory.read_result() or {})
     # A resumed run keeps its configuration file until all checks have passed.
     if found is None:
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
+    else:
+        _check_unfinished(config, found, steps, directory.read_result() or {})
     return run
 
 
@@ -167,32 +161,25 @@ def was_opened(store: Store) -> bool:
     return store.check([_OPENED])
 
 
-def check_unfinished(
+def _check_unfinished(
     config: Config, found: Checkpoint, steps: int, result: Mapping[str, Any]
 ) -> None:
-    """Raise UserError for a resumed run that has nothing left to do.
-
-    Args:
-        result: the content of result.json. A run that was killed after its last checkpoint has no
-            result, and may be resumed to write one.
-
-    Raises:
-        UserError: the run has trained all its steps, or stopped early and would do so again.
-    """
-    name = config.run.name
-    stopping = EarlyStopping.of(config.training)
-    kl = found.state.get("objective_kl")
+    """Raise UserError for a run that has trained all its steps, or would stop early again."""
+    # A run that was killed after its last checkpoint is resumed to write its result.
     if result.get("status") not in FINISHED or result.get("steps") != found.step:
         return
+    stopping = EarlyStopping.of(config.training)
+    kl = found.state.get("objective_kl")
+    where = f"at step {found.step} of {steps}"
     if found.step >= steps:
         raise UserError(
-            f"run {name!r} is complete at step {found.step} of {steps}: "
-            "nothing is left to train; raise training.steps to continue"
+            f"run {config.run.name!r} is complete {where}: nothing is left to train; raise"
+            " training.steps to continue"
         )
     if stopping is not None and stopping.trips(kl):
         raise UserError(
-            f"run {name!r} stopped early at step {found.step} of {steps}: objective/kl {kl:.6g} is"
-            f" above training.target_kl {stopping.target_kl:g}; raise it, or set"
+            f"run {config.run.name!r} stopped early {where}: objective/kl {kl:.6g} is above"
+            f" training.target_kl {stopping.target_kl:g}; raise it, or set"
             " training.early_stopping=false, to continue"
         )
 
@@ -206,8 +193,8 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
         UserError: there is no such checkpoint; the message begins with `key`.
     """
     run, which = split_reference(path)
+    folder = run / "checkpoints"
     if which:
-        folder = run / "checkpoints"
         best = read_best(folder) if which == "best" else None
         if which == "best" and best is None:
             raise UserError(
@@ -220,8 +207,8 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
             known = ", ".join(map(str, steps)) or "none"
             raise UserError(f"{key}: {run} has no checkpoint of step {step}, but of: {known}")
         return read_checkpoint(folder / step_name(step)).model
-    if (path / "checkpoints").is_dir():
-        found = latest_checkpoint(path / "checkpoints")
+    if folder.is_dir():
+        found = latest_checkpoint(folder)
         if found is None:
             raise UserError(f"{key}: run {path} has no checkpoint")
         return found.model
@@ -242,17 +229,17 @@ def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
         UserError: that folder is gone.
     """
     config = loaded.config.model_copy(deep=True)
-    given = config.policy.checkpoint
-    if given is None:
+    if config.policy.checkpoint is None:
         return loaded
+    given = Path(config.policy.checkpoint)
     written = RunDirectory(Path(config.run.dir) / config.run.name).config_path
-    before = load_config([written]).config if resume and written.is_file() else None
-    pinned = None
-    if before is not None and before.policy.checkpoint is not None:
-        pinned = Path(before.policy.checkpoint)
-    run, _ = split_reference(Path(given))
+    before = None
+    if resume and written.is_file():
+        before = load_config([written]).config.policy.checkpoint
+    pinned = None if before is None else Path(before)
+    run, _ = split_reference(given)
     if pinned is None or not pinned.resolve().is_relative_to(run.resolve()):
-        pinned = find_checkpoint(Path(given))
+        pinned = find_checkpoint(given)
     elif not pinned.is_dir():
         raise UserError(
             f"policy.checkpoint: the run started from {pinned}, which is gone: restore it, or name"

@@ -83,13 +83,12 @@ def _announce(store: Store, world_size: int, timeout_s: float) -> Attempt:
     keys.set(here_key(0), "")
     store.set(_NEWEST, str(number))
     deadline = time.monotonic() + timeout_s
-    missing = list(range(1, world_size))
+    missing = [*range(1, world_size)]
     while missing := [rank for rank in missing if not keys.check([here_key(rank)])]:
         if time.monotonic() > deadline:
-            ranks = ", ".join(map(str, missing))
             raise DeadlineExceeded(
-                f"rank 0 waited {timeout_s:g} s (cluster.start_timeout_s) for rank {ranks} to"
-                " start: look at its node's output"
+                f"rank 0 waited {timeout_s:g} s (cluster.start_timeout_s) for rank"
+                f" {', '.join(map(str, missing))} to start: look at its node's output"
             )
         time.sleep(POLL_S)
     keys.set(_BEGUN, "")

@@ -28,7 +28,7 @@ def test_a_recipe_runs_in_one_process_under_the_debugger(workspace: Workspace) -
     ) + 1
     done = subprocess.run(
         [str(ROOT / "scripts" / "debug.sh"), "--pdb", str(RECIPE), *smaller],
-        input=f"tbreak {RANK}:{place}\ncontinue\nprint(process.world_size)\ncontinue\nquit\n",
+        input=f"tbreak {RANK}:{place}\ncontinue\nprint(process.sync.world_size)\ncontinue\nquit\n",
         env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, timeout=150,
     )  # fmt: skip

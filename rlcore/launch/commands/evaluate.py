@@ -103,7 +103,7 @@ def _evaluate(
     sync = process.sync
     start_s = config.cluster.start_timeout_s
     if resolved_by_launcher() is None:
-        check_model(config, process.world_size)
+        check_model(config, sync.world_size)
     handles = sync.run_on_rank0(
         "reading the data",
         lambda: open_handles(config, stack, service=service),
@@ -210,9 +210,10 @@ def _policy_only(config: Config, process: Process, stack: ExitStack) -> PolicyBa
         backend = build_backend(config, process, objective, None, optimizer_steps=0)
     except torch.OutOfMemoryError as error:
         raise RunFailed(
-            f"{config.model.path} does not fit into the memory of its {process.world_size} GPU(s):"
-            " `rlcore eval --all-ranks` holds it in the configured layout (policy.parallel,"
-            f" cluster.processes_per_node): {error}"
+            f"{config.model.path} does not fit into the memory of its"
+            f" {process.sync.world_size} GPU(s): `rlcore eval --all-ranks` holds it in the"
+            " configured layout (policy.parallel, cluster.processes_per_node):"
+            f" {error}"
         ) from error
     stack.callback(backend.close)
     return backend

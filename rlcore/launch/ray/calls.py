@@ -23,14 +23,10 @@ class ActorLost(PartLost):
 
 
 def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
-    """Wait for the result of a call.
-
-    Args:
-        what: names the call in messages.
-        key: the configuration key that sets the limit.
+    """Wait for the result of a call, which messages name `what`.
 
     Raises:
-        DeadlineExceeded: after `limit_s`.
+        DeadlineExceeded: after `limit_s`, which the configuration `key` sets.
         ActorLost: its process died.
         RlcoreError: the error of the call itself.
     """
@@ -68,23 +64,18 @@ def translate_error(error: RayError, what: str) -> RlcoreError:
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
         # Ray gives the reason in the last line.
-        why = _lines(error)[-1]
+        why = line_of(error, -1)
         # Another start would fail, too.
         if error.actor_init_failed:
             return RunFailed(f"{what}: it could not begin: {why.partition(': ')[2] or why}")
         return ActorLost(f"{what}: its process is gone: {why}")
-    return RunFailed(f"{what}: {type(error).__name__}: {first_line(error)}")
+    return RunFailed(f"{what}: {type(error).__name__}: {line_of(error)}")
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error; Ray's messages have many."""
-    return _lines(error)[0]
-
-
-def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
+def line_of(error: BaseException, index: int = 0) -> str:
+    """Return a line of an error, by default the first; Ray's messages have many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[index] if lines else type(error).__name__
 
 
 def actor_name(run: str, part: str) -> str:

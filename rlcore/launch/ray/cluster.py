@@ -28,7 +28,7 @@ from ray.util.placement_group import PlacementGroup
 from rlcore.config import Config
 from rlcore.deadlines import RAY_REACH_S
 from rlcore.errors import RunFailed, UserError
-from rlcore.launch.ray.calls import NAMESPACE, first_line
+from rlcore.launch.ray.calls import NAMESPACE, line_of
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
 AUTO = "auto"  # Ray's own search
@@ -75,7 +75,7 @@ def _connect(address: str | None, config: Config) -> None:
     try:
         RuntimeEnv(**environment)
     except (TypeError, ValueError) as error:
-        raise UserError(f"cluster.ray.runtime_env: Ray rejects it: {first_line(error)}") from error
+        raise UserError(f"cluster.ray.runtime_env: Ray rejects it: {line_of(error)}") from error
     found = address or find_cluster()
     if found is None and (others := clusters_of_others()):
         warn(
@@ -85,8 +85,6 @@ def _connect(address: str | None, config: Config) -> None:
     if found not in (None, LOCAL):
         try:
             join(found, prefix="cluster.ray.address: ", runtime_env=environment)
-            _report(found)
-            return
         except ConnectionError as error:
             if named := address or os.environ.get("RAY_ADDRESS"):
                 where = "cluster.ray.address" if address else "RAY_ADDRESS"
@@ -95,6 +93,17 @@ def _connect(address: str | None, config: Config) -> None:
                 f"the Ray cluster {found} on this machine is not joined, and the run starts its"
                 f" own: {error}"
             )
+        else:
+            joined = ray.get_runtime_context().gcs_address if found == AUTO else found
+            if is_token_auth_enabled():
+                print(f"Ray cluster {joined}, which asks for a token", flush=True)
+            else:
+                warn(
+                    f"the Ray cluster {joined} asks for no token: whoever reaches it runs code as"
+                    " its user, and reads this run's data and keys; start it with"
+                    " RAY_AUTH_MODE=token"
+                )
+            return
     # Ray only counts CPUs, so a small machine can declare more and still run a small job.
     cpus = max(
         os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True))
@@ -112,18 +121,13 @@ def _connect(address: str | None, config: Config) -> None:
     except Exception as error:
         raise RunFailed(
             "no Ray cluster could be started on this machine (cluster.ray.address):"
-            f" {first_line(error)} Is it too busy? Ray gives its own processes 30 s; their logs are"
+            f" {line_of(error)} Is it too busy? Ray gives its own processes 30 s; their logs are"
             " in /tmp/ray/session_latest/logs"
         ) from error
 
 
 def join(address: str, *, prefix: str = "", **options: Any) -> None:
-    """Connect to a running cluster.
-
-    Args:
-        address: as `ray.init` takes it.
-        prefix: the beginning of the message about a token.
-        options: further arguments of `ray.init`.
+    """Connect to a running cluster by `ray.init`; `prefix` begins the message about a token.
 
     Raises:
         ConnectionError: nothing answers there, or Ray rejects the cluster.
@@ -139,7 +143,7 @@ def join(address: str, *, prefix: str = "", **options: Any) -> None:
             " process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConnectionError(first_line(error)) from error
+        raise ConnectionError(line_of(error)) from error
 
 
 def _init(address: str, **options: Any) -> None:
@@ -152,19 +156,6 @@ def _init(address: str, **options: Any) -> None:
     )
 
 
-def _report(joined: str) -> None:
-    """Print the joined cluster's address, and warn about a cluster that is open to everybody."""
-    if joined == AUTO:
-        joined = ray.get_runtime_context().gcs_address
-    if is_token_auth_enabled():
-        print(f"Ray cluster {joined}, which asks for a token", flush=True)
-        return
-    warn(
-        f"the Ray cluster {joined} asks for no token: whoever reaches it runs code as its user, and"
-        " reads this run's data and keys; start it with RAY_AUTH_MODE=token"
-    )
-
-
 def warn(text: str) -> None:
     """Show a warning on the driver's terminal."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
@@ -173,14 +164,9 @@ def warn(text: str) -> None:
 def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[str, Any]:
     """Return the user's `runtime_env`, with this checkout on PYTHONPATH unless it sets that.
 
-    Args:
-        from_shell: names of variables to take from this process (cluster.ray.env_from_shell).
-
-    Raises:
-        UserError: a variable is not set.
+    Raises UserError if one of the variables `from_shell` is not set in this process.
     """
-    missing = [name for name in from_shell if name not in os.environ]
-    if missing:
+    if missing := [name for name in from_shell if name not in os.environ]:
         raise UserError(
             f"cluster.ray.env_from_shell: {', '.join(missing)} is not set where the run is started:"
             " export it, or leave it out"
@@ -196,16 +182,9 @@ def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[s
 
 
 def find_cluster(proc: Path = _PROCESSES) -> str | None:
-    """Return the address of the cluster of `RAY_ADDRESS`, or of this user's raylets here.
+    """Return the address of the cluster of `RAY_ADDRESS`, or of this user's raylets here, or None.
 
-    Args:
-        proc: the folder where the kernel shows processes.
-
-    Returns:
-        The address; None if there is no cluster.
-
-    Raises:
-        UserError: this user has several clusters here, and Ray does not say which is the newest.
+    Raises UserError if this user has several clusters, and Ray does not say which is the newest.
     """
     if given := os.environ.get("RAY_ADDRESS"):
         return given if given == LOCAL else AUTO
@@ -222,8 +201,7 @@ def find_cluster(proc: Path = _PROCESSES) -> str | None:
 def check_reachable(address: str) -> None:
     """Raise ConnectionError if nobody listens at HOST:PORT; Ray itself tries for 14 minutes.
 
-    Args:
-        address: as `ray.init` takes it; `auto` stands for `RAY_ADDRESS`. Other forms pass.
+    `auto` stands for `RAY_ADDRESS`; other forms of addresses pass.
     """
     given = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
     host, _, port = given.rpartition(":")
@@ -263,11 +241,7 @@ def _clusters(proc: Path) -> dict[int, set[str]]:
 
 @contextmanager
 def reserve(parts: Sequence[Resources], strategy: str) -> Iterator[PlacementGroup]:
-    """Request bundles, and keep them while open. Ray replaces the bundles of a lost node.
-
-    Args:
-        strategy: PACK | SPREAD.
-    """
+    """Request bundles, and keep them while open. Ray replaces the bundles of a lost node."""
     group = placement_group(bundles(parts), strategy=strategy)
     try:
         yield group
@@ -284,13 +258,9 @@ def wait_for_room(
     limit_s: float,
     tick: Callable[[], None],
 ) -> None:
-    """Wait until all bundles of `group` are reserved.
+    """Wait until all bundles of `group`, named `what` in messages, are reserved; call `tick`.
 
-    Args:
-        what: "the trainer" or "the engines", for messages.
-        tick: called repeatedly while this waits.
-
-        Raises RunFailed if there is no room within `limit_s` (cluster.start_timeout_s).
+    Raises RunFailed if there is no room within `limit_s` (cluster.start_timeout_s).
     """
     deadline = time.monotonic() + limit_s
     while not group.wait(timeout_seconds=WAIT_S):

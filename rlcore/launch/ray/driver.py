@@ -103,13 +103,13 @@ class Driver:
             self._stack.callback(self._end_hosts)
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
-            code = None
             # A later attempt resumes the run that an earlier attempt has begun.
-            while code is None:
+            while True:
                 code = self._attempt(
                     trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened
                 )
-            return code
+                if code is not None:
+                    return code
 
     def _wait_for(self, group: PlacementGroup, what: str) -> None:
         limit_s = self.config.cluster.start_timeout_s
@@ -202,20 +202,17 @@ class Driver:
         self._write_run_status([])
 
     def _write_run_status(self, ranks: list[dict[str, Any]]) -> None:
-        facts = {
-            "folder": str(self._folder.absolute()),
-            "began": self._began,
-            "ranks": ranks,
-            "restarts": self._restarts,
-        }
-        self._run_status.write.remote(facts)
+        self._run_status.write.remote(
+            {
+                "folder": str(self._folder.absolute()),
+                "began": self._began,
+                "ranks": ranks,
+                "restarts": self._restarts,
+            }
+        )
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
-        """Make an actor for each engine, in its bundle.
-
-        Args:
-            gpus: each rank's GPUs, for engines that share them.
-        """
+        """Make an actor for each engine, in its bundle; it may share the ranks' GPUs."""
         placement = self._cluster.placement
         width = self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
@@ -237,7 +234,6 @@ class Driver:
             self._hosts.append(host.remote(os.getcwd(), self.config, index, self._keys, shared))
 
     def _end_hosts(self) -> None:
-        """End the engines."""
         name = self.config.run.name
         end_named([host_name(name, index) for index in range(len(self._hosts))])
         self._hosts = []

@@ -33,12 +33,11 @@ from rlcore.launch.environment import (
     THREADS,
     allow_connections,
     rank_environment,
-    store_environment,
     store_prefix,
 )
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck, read_stuck
 from rlcore.launch.logs import describe_failure
-from rlcore.launch.ray.calls import ActorLost, enter_folder, first_line, get, translate_error
+from rlcore.launch.ray.calls import ActorLost, enter_folder, get, line_of, translate_error
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.engine_hosts import ADDRESS, NODE_ADDRESS
 from rlcore.launch.ray.placement import bundles
@@ -56,11 +55,7 @@ Where = tuple[str, int, list[str]]
 
 
 class RankActor:
-    """Runs one rank, once, in the main thread of its process, in torchrun's environment.
-
-    Args:
-        folder: the driver's working directory.
-    """
+    """Runs one rank, once, in the main thread of its process, in torchrun's environment."""
 
     def __init__(self, folder: str) -> None:
         enter_folder(folder)
@@ -73,13 +68,10 @@ class RankActor:
     def run(
         self, environment: Mapping[str, str], loaded: Loaded, *, resume: bool, overwrite: bool
     ) -> int:
-        """Train, and return the rank's exit code.
+        """Train as `rlcore.launch.rank.train_rank` does, and return the rank's exit code.
 
         Args:
             environment: the variables that torchrun would set, and for rank 0 the engines' keys.
-
-        Raises:
-            RlcoreError: the same errors as `rlcore.launch.rank.train_rank`.
         """
         # The process may have waited long for this call.
         START.origin = now()
@@ -127,13 +119,11 @@ class Ranks:
         self.store = dist.PrefixStore(store_prefix(), self._host)
         self._monitor = HeartbeatMonitor(self.store, range(self._count), self.config.cluster)
         self.actors: list[Any] = []
-        # The location of each rank.
         self.where: list[Where] = []
         # The unfinished calls, with the rank of each.
         self._runs: dict[Any, int] = {}
-        # The exit codes of the ranks that have ended.
+        # The exit codes and errors of the ranks that have ended.
         self.codes: dict[int, int] = {}
-        # The errors of the ranks that have ended with an error.
         self.errors: dict[int, RlcoreError] = {}
         # The times at which lost ranks were detected.
         self._lost: dict[int, float] = {}
@@ -182,18 +172,20 @@ class Ranks:
         return None
 
     def run(self, *, resume: bool, overwrite: bool, for_rank0: Mapping[str, str]) -> Failure | None:
-        """Run all ranks to their end, or return a failure, which ends the run, at once.
-
-        Args:
-            for_rank0: variables for rank 0 and its rollout service.
-        """
+        """Run all ranks to their end, or return a failure, which ends the run, at once."""
         for rank, actor in enumerate(self.actors):
             environment = rank_environment(
                 rank,
                 self._count,
                 local_rank=rank % self._per_node,
                 local_world_size=self._per_node,
-            ) | store_environment(self._cluster.address, self._host.port)
+            )
+            # The driver holds the store, so no rank chooses a port.
+            environment |= {
+                "MASTER_ADDR": self._cluster.address,
+                "MASTER_PORT": str(self._host.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
             if THREADS in os.environ:
                 environment[THREADS] = os.environ[THREADS]
             if rank == 0:
@@ -208,7 +200,10 @@ class Ranks:
                 self._failed_at = time.monotonic()
                 # This notifies the other ranks.
                 post_failure(self.store, failure)
-                return self._cause(failure)
+                # A lost rank may have caused it; Ray may report the loss a moment later.
+                if not (failure.bad_input or self._lost):
+                    self._wait_for_ends(PROCESS_LOST_S, lambda: bool(self._lost))
+                return self._first_lost() or failure
             if not self._runs:
                 return None
 
@@ -220,8 +215,11 @@ class Ranks:
 
     def wait_for_peers(self) -> None:
         """Give the ranks, which know of the failure, time to clean up and leave."""
-        deadline = time.monotonic() + NOTICE_S + LEAVE_S
-        while self._runs and time.monotonic() < deadline:
+        self._wait_for_ends(NOTICE_S + LEAVE_S, lambda: False)
+
+    def _wait_for_ends(self, limit_s: float, enough: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + limit_s
+        while self._runs and not enough() and time.monotonic() < deadline:
             self._tick()
             self._collect()
 
@@ -296,16 +294,6 @@ class Ranks:
             except RayError as error:
                 self.errors[rank] = translate_error(error, f"rank {rank}")
 
-    def _cause(self, failure: Failure) -> Failure:
-        """Return the lost rank that caused this failure; Ray may report the loss a moment later."""
-        deadline = self._failed_at + PROCESS_LOST_S
-        while (
-            self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline
-        ):
-            self._tick()
-            self._collect()
-        return self._first_lost() or failure
-
     def _first_lost(self) -> Failure | None:
         """Return the failure of the first rank whose process is gone."""
         for rank in self._lost:
@@ -321,7 +309,7 @@ class Ranks:
         if (lost := self._first_lost()) is not None:
             return lost
         for rank, error in self.errors.items():
-            return Failure(rank, first_line(error), bad_input=isinstance(error, UserError))
+            return Failure(rank, line_of(error), bad_input=isinstance(error, UserError))
         for rank, code in self.codes.items():
             if code not in (0, INTERRUPTED):
                 return Failure(rank, f"it ended with exit code {code}")

@@ -1,8 +1,7 @@
-"""Messages over a socket between two of our processes: pickles, with arrays next to them.
+"""Messages over a socket between rank 0 and the rollout service: pickles, with arrays next to them.
 
-A frame is a header (a mark, the number of buffers, the length of the pickle), the length of each
-buffer, the pickle, and the buffers, each padded to ALIGNMENT. Arrays are buffers (protocol 5): they
-are not copied into the pickle, and the reader gets views of the memory that it read into.
+A frame is a mark, the number of its parts, their lengths, and the parts: the pickle and each large
+array (protocol 5), which is not copied into the pickle, nor out of the memory that it is read into.
 
 A pickle can run any code, so use this only for a socket that a child inherited from its parent.
 """
@@ -12,22 +11,16 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rlcore.config import Config
 
 MARK = b"rlsv"
-ALIGNMENT = 16  # bytes, of every array
-MAX_BUFFERS = 1 << 24
-MAX_BYTES = 1 << 38  # of a frame
-SMALL_BYTES = 1 << 16  # largest buffer that is joined with others
-_HEADER = struct.Struct("!4sIQ")
-_PADDING = bytes(ALIGNMENT)
+# A smaller array stays in the pickle, so that a step of thousands takes few system calls.
+LARGE_BYTES = 1 << 16
+_HEADER = struct.Struct("!4sI")
 # In place of a call's number: the message is a line for the terminal of rank 0.
 LINE = -1
 
@@ -49,37 +42,29 @@ class Begin:
     folder: str
 
 
-@dataclass(frozen=True)
-class OpenedService:
-    """The answer to rank 0 when it opens the service."""
-
-    num_prompts: int
-    prompt_lengths: NDArray[np.int64]
-
-
 class BadFrame(ConnectionError):
     """The bytes received are not a frame: something else has written into the socket."""
 
 
 def encode(message: Any) -> list[bytes | memoryview]:
     """Return the parts of a frame. Raises the errors of `pickle`."""
-    found: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(message, protocol=5, buffer_callback=found.append)
-    buffers = [one.raw() for one in found]
-    lengths = struct.pack(f"!{len(buffers)}Q", *(one.nbytes for one in buffers))
-    parts: list[bytes | memoryview] = [
-        _HEADER.pack(MARK, len(buffers), len(body)) + lengths,
-        body,
-    ]
-    for one in buffers:
-        parts += [one, _PADDING[: -one.nbytes % ALIGNMENT]]
-    return parts
+    arrays: list[memoryview] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= LARGE_BYTES:
+            arrays.append(view)
+        return view.nbytes < LARGE_BYTES
+
+    body = pickle.dumps(message, protocol=5, buffer_callback=stays_inside)
+    lengths = struct.pack(f"!{1 + len(arrays)}Q", len(body), *(one.nbytes for one in arrays))
+    return [_HEADER.pack(MARK, 1 + len(arrays)) + lengths, body, *arrays]
 
 
-def send(connection: socket.socket, parts: list[bytes | memoryview]) -> None:
+def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
     """Send a frame; one thread at a time. Raises OSError if the other side is gone."""
-    for chunk in _chunks(parts):
-        connection.sendall(chunk)
+    for part in parts:
+        connection.sendall(part)
 
 
 def receive(connection: socket.socket) -> Any:
@@ -87,43 +72,17 @@ def receive(connection: socket.socket) -> Any:
 
     Raises:
         EOFError: the other side is gone.
-        BadFrame: the bytes received are not a frame.
+        BadFrame: the bytes received are not a frame, or name what this process cannot import.
     """
-    mark, count, length = _HEADER.unpack(_read(connection, _HEADER.size))
-    if mark != MARK or count > MAX_BUFFERS or length > MAX_BYTES:
-        raise BadFrame(f"a frame begins with {mark!r}, {count} buffers, {length} bytes")
-    sizes = struct.unpack(f"!{count}Q", _read(connection, 8 * count))
-    padded = [size + -size % ALIGNMENT for size in sizes]
-    if sum(padded) > MAX_BYTES:
-        raise BadFrame(f"a frame has buffers of {sum(padded)} bytes")
-    body = _read(connection, length)
-    memory = memoryview(_read(connection, sum(padded)))
-    starts = [0]
-    for size in padded:
-        starts.append(starts[-1] + size)
-    views = [memory[at : at + size] for at, size in zip(starts, sizes, strict=False)]
+    mark, count = _HEADER.unpack(_read(connection, _HEADER.size))
+    if mark != MARK:
+        raise BadFrame(f"a frame begins with {bytes(mark)!r}, expected {MARK!r}")
+    lengths = struct.unpack(f"!{count}Q", _read(connection, 8 * count))
+    body, *arrays = [_read(connection, length) for length in lengths]
     try:
-        return pickle.loads(body, buffers=views)
+        return pickle.loads(body, buffers=arrays)
     except Exception as error:
         raise BadFrame(f"a frame cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _chunks(parts: list[bytes | memoryview]) -> Iterator[bytes | bytearray | memoryview]:
-    """Join small parts, so that a step of thousands of arrays takes few system calls."""
-    joined = bytearray()
-    for part in parts:
-        if len(part) >= SMALL_BYTES:
-            if joined:
-                yield joined
-                joined = bytearray()
-            yield part
-            continue
-        joined += part
-        if len(joined) >= SMALL_BYTES:
-            yield joined
-            joined = bytearray()
-    if joined:
-        yield joined
 
 
 def _read(connection: socket.socket, length: int) -> bytearray:

@@ -29,6 +29,7 @@ class RankZero:
         self.done: list[str] = []
         self.tracker = self
         self.on_close = lambda: None
+        self.heartbeat = SimpleNamespace(ignores_peers=False, cleaning_up=False)
         self.refuses: Exception | None = None
 
     def conclude(self, status: Status, *, reason: str = "") -> None:
@@ -38,6 +39,8 @@ class RankZero:
 
     def close(self, status: Status) -> None:
         self.on_close()
+        if self.heartbeat.ignores_peers:
+            self.done.append("ignores peers")
         self.done.append(f"closed: {status}")
 
 
@@ -53,12 +56,8 @@ def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
         tracking=SimpleNamespace(hub=SimpleNamespace(repo=None)),
     )  # fmt: skip
     trainer = SimpleNamespace(config=config, rank0=rank0, train=train)
-    heartbeat = SimpleNamespace(
-        ignore_peers=lambda: rank0.done.append("ignores peers"), allow_cleanup=lambda: None
-    )
-    process = Process(
-        0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat)
-    )
+    heartbeat = cast(Any, rank0.heartbeat)
+    process = Process(torch.device("cpu"), sync, cast(Any, None), heartbeat=heartbeat)
     return finish(cast(Trainer, trainer), process)
 
 

@@ -121,7 +121,7 @@ def test_a_rank_that_ignores_its_peers_misses_none(
         [],
     )
     if ignores:
-        beating.ignore_peers()
+        beating.ignores_peers = True
     await_a_whole_beat()  # one that had begun before may still look at the peers
     clock.now += 1.0
     await_a_whole_beat()

@@ -14,7 +14,7 @@ import pytest
 
 from rlcore.config.secrets import MASK
 from rlcore.config.sections.training import RunConfig
-from rlcore.launch.logs import Terminal, describe_failure, log_folder, open_log, rank_log_path
+from rlcore.launch.logs import Terminal, describe_failure, open_log, rank_log_path
 from rlcore.trainer.rank_sync import Failure
 
 NAMED = "trainer rank 1 failed: it was killed by SIGKILL"
@@ -71,7 +71,7 @@ def test_a_failure_shows_the_end_of_its_log_and_names_none_that_is_not_there(
     run = RunConfig(name="one", dir=str(tmp_path))
     killed = Failure(1, "it was killed by SIGKILL")
     assert describe_failure(killed, run) == NAMED
-    path = rank_log_path(log_folder(run), 1)
+    path = rank_log_path(run, 1)
     path.parent.mkdir(parents=True)
     path.write_text("first\nlast\n")
     end = f"; the last lines of {path}:\n  last"

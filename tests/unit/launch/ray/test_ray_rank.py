@@ -13,15 +13,13 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 import rlcore.launch.rank
-from rlcore.launch.environment import rank_environment, store_environment
+from rlcore.launch.environment import rank_environment
 from rlcore.launch.ray import ranks as ranks_module
 from rlcore.launch.ray.ranks import RankActor, Ranks
 from rlcore.launch.torchrun_attempts import mark_ended
 from tests.configs import small_config
 
-ENVIRONMENT = rank_environment(7, 8, local_rank=3, local_world_size=4) | store_environment(
-    "10.0.0.1", 2345
-)
+ENVIRONMENT = rank_environment(7, 8, local_rank=3, local_world_size=4)
 
 
 def found_by_the_rank(
@@ -80,16 +78,7 @@ def test_a_rank_takes_the_gpu_that_is_its_own(
 
 def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
     found = found_by_the_rank(monkeypatch, rank_gpus=1.0, visible="6")
-    assert {
-        name: found[name]
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    } == {
-        "RANK": "7",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "2345",
-    }
+    assert found.items() >= {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items()
 
 
 @pytest.mark.parametrize(

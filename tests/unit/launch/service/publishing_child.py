@@ -6,13 +6,12 @@ import asyncio
 import os
 import socket
 import sys
-from logging.handlers import MemoryHandler
 from types import SimpleNamespace
 from typing import Any
 
 from rlcore.boundary.process_tree import die_with_parent
-from rlcore.launch.service.child import Connection, _serve
-from rlcore.launch.service.host import ServiceHost
+from rlcore.launch.service import frames
+from rlcore.launch.service.child import Connection, ServiceHost, _serve
 from rollout.asyncio_utils import LoopThread
 from rollout.fleet.publication import WeightPublication
 from tests.gloo_engine import GlooEngine
@@ -39,7 +38,8 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     connection = Connection(socket.socket(fileno=descriptor))
-    asyncio.run(_serve(connection, Host(connection.receive(), MemoryHandler(1))))
+    log: Any = None
+    asyncio.run(_serve(connection, Host(frames.receive(connection.socket), log)))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from rlcore.config import Config
 from rlcore.deadlines import SERVICE_ANSWER_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rlcore.launch.service import client as client_module
-from rlcore.launch.service import process
-from rlcore.launch.service.client import ServiceClient
-from rlcore.launch.service.process import ServiceLost
+from rlcore.launch.service.client import ServiceClient, ServiceLost
 
 # A process that answers nothing for so long hangs.
 BEATS_S = 20.0
@@ -35,13 +33,13 @@ def make_config(**sections: Any) -> Config:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceClient]:
     """A client of `answering_child`, which is open."""
-    monkeypatch.setattr(process, "MODULE", "tests.unit.launch.service.answering_child")
+    monkeypatch.setattr(client_module, "MODULE", "tests.unit.launch.service.answering_child")
     client = ServiceClient(make_config())
     opened: Any = client.open(make_config(), greedy_baseline=True)
     assert opened == OPENED
     yield client
     client.close()
-    assert client.pid is None or not psutil.pid_exists(client.pid)
+    assert not psutil.pid_exists(client.pid)
 
 
 def test_calls_are_answered_in_any_order(
@@ -72,7 +70,6 @@ def test_what_is_asked_of_a_process_that_is_gone_fails_and_another_takes_its_pla
 ) -> None:
     waiting = client._process.call("late")
     before = client.pid
-    assert before is not None
     if end in ("kill", "hang"):
         # until then it only starts
         while not client.call("beats"):
@@ -106,9 +103,7 @@ def test_a_process_that_hangs_is_killed_at_the_end(
     client: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "CLOSE_SERVICE_S", 0.1)
-    for module in (client_module, process):
-        monkeypatch.setattr(module, "END_RANK_S", 0.1)
-    assert client.pid is not None
+    monkeypatch.setattr(client_module, "END_RANK_S", 0.1)
     os.kill(client.pid, signal.SIGSTOP)
     began = time.monotonic()
     client.close()
@@ -146,9 +141,10 @@ def test_a_replacement_has_time_for_a_long_journal_and_a_large_buffer(
 
     monkeypatch.setattr(ServiceClient, "_open", lambda client: None)
     monkeypatch.setattr(ServiceClient, "call", call)
-    client.remember("published", 1, 2, 0)
-    client.remember("keep_ledger", Path("ledger.jsonl"))
-    client.remember("restore", {})
+    client.published(1, 2, 0)
+    client.keep_ledger(Path("ledger.jsonl"))
+    client.restore({})
+    asked.clear()
     client.reopen()
     start_s = client.config.cluster.start_timeout_s
     assert start_s > SERVICE_ANSWER_S

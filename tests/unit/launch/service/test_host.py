@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +16,9 @@ import pytest
 
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.interfaces import Orders, RankAddress
-from rlcore.launch.service import frames
-from rlcore.launch.service import host as host_module
+from rlcore.launch.service import child, frames
+from rlcore.launch.service.child import ServiceHost
 from rlcore.launch.service.frames import Begin
-from rlcore.launch.service.host import ServiceHost
 from rollout.asyncio_utils import LoopThread
 from tests.configs import small_config
 
@@ -64,7 +63,7 @@ def rollouts() -> Iterator[Rollouts]:
 def host(rollouts: Rollouts, tmp_path: Path) -> Iterator[ServiceHost]:
     config = small_config(cluster={"heartbeat_timeout_s": 0.6})
     begin = Begin(config, greedy_baseline=False, again=False, path=(), folder=str(tmp_path))
-    made = ServiceHost(begin, MemoryHandler(1))
+    made = ServiceHost(begin, None)  # type: ignore[arg-type]
     made._service = rollouts  # type: ignore[assignment]
     yield made
     faulthandler.cancel_dump_traceback_later()
@@ -97,7 +96,7 @@ def test_a_process_that_hangs_writes_where_it_stands(
 
     path = tmp_path / "service.log"
     with path.open("wb") as log:
-        monkeypatch.setattr(host_module, "STDERR", log.fileno())
+        monkeypatch.setattr(child, "STDERR", log.fileno())
         for _ in range(3):
             asyncio.run(host.beat())
             time.sleep(0.01)
@@ -129,8 +128,29 @@ def test_the_publication_of_the_last_step_is_in_the_timeline(
 ) -> None:
     """No rollouts come behind it, with which it would be written."""
     flushed: list[int] = []
-    monkeypatch.setattr(host_module.RECORDER, "flush", flushed.append)
+    monkeypatch.setattr(child.RECORDER, "flush", flushed.append)
     service: Any = SimpleNamespace(published=lambda *_: None)
     host._service = service
     asyncio.run(host.source("published", 4, 5, 0))
     assert flushed == [4]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_error_that_is_not_ours_names_the_line_that_raised() -> None:
+    try:
+        raise KeyError("nothing")
+    except KeyError as error:
+        sent = child._sendable(error, "next_step")
+    assert isinstance(sent, RunFailed)
+    assert re.fullmatch(
+        r"the rollout service: next_step: KeyError: 'nothing' \(.*test_host\.py:\d+ in"
+        r" test_an_error_that_is_not_ours_names_the_line_that_raised\)",
+        str(sent),
+    )
+
+
+def test_our_own_error_is_sent_as_it_is() -> None:
+    error = RunFailed("no engine is left")
+    assert child._sendable(error, "next_step") is error
