@@ -37,8 +37,6 @@ class EngineHost:
     """The actor of one engine: starts, watches and ends its server, which never outlives it.
 
     Args:
-        folder: the driver's working directory.
-        keys: for SGLang's servers; an embedded engine takes one of them.
         gpus: the names of the engine's GPUs; empty: the GPUs that Ray shows this process.
     """
 
@@ -56,12 +54,11 @@ class EngineHost:
     async def start(self) -> str:
         """Start the server, unless a lost service has started it already; return its URL."""
         ended = self._server.ended
-        starting = self._starting
         # A server that is starting counts as running.
         runs = ended is not None and not ended.done()
-        if starting is None or (starting.done() and not runs):
-            starting = self._starting = asyncio.ensure_future(self._server.start())
-        return await asyncio.shield(starting)
+        if self._starting is None or (self._starting.done() and not runs):
+            self._starting = asyncio.ensure_future(self._server.start())
+        return await asyncio.shield(self._starting)
 
     async def wait_ended(self) -> str:
         """Wait until the server has ended; describe how, with the last lines of its log."""
@@ -134,21 +131,20 @@ class HostedServer:
 
         Raises the errors of `EngineHost.start`, and DeadlineExceeded if the cluster has no room.
         """
+        engine = f"engine {self.name}"
         await within(
             self._placement_timeout_s,
-            answer_when_up(self._host.pid.remote, what=f"engine {self.name}"),
+            answer_when_up(self._host.pid.remote, what=engine),
             lambda: (
-                f"engine {self.name} has no process after {self._placement_timeout_s:g} s"
+                f"{engine} has no process after {self._placement_timeout_s:g} s"
                 " (cluster.start_timeout_s): the cluster has no room for it (`ray status`)"
             ),
         )
         self._begun = True
         self._ended = None
-        url: str = await answer_when_up(
-            self._host.start.remote, what=f"starting engine {self.name}"
-        )
-        self.pid = await answer_when_up(self._host.pid.remote, what=f"engine {self.name}")
-        self.gpus = await answer_when_up(self._host.gpus.remote, what=f"engine {self.name}")
+        url: str = await answer_when_up(self._host.start.remote, what=f"starting {engine}")
+        self.pid = await answer_when_up(self._host.pid.remote, what=engine)
+        self.gpus = await answer_when_up(self._host.gpus.remote, what=engine)
         self._ended = asyncio.ensure_future(self._until_ended())
         return url
 

@@ -29,7 +29,6 @@ from rlcore.runs.metrics import read_metrics
 from rlcore.terminal import printable
 
 POLL_S = 0.5
-KEY = "a fixed limit"
 MAX_LINE = 1 << 16  # characters of a printed line
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
         except ValueError as error:
             there = ", ".join(_runs()) or "none"
             raise UserError(f"no run {run!r} is running here; there is {there}") from error
-        get(run_status.stop.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY)
+        _get(run_status.stop.remote(), f"run {run}")
         deadline = time.monotonic() + timeout_s
         while run in _runs():
             if time.monotonic() > deadline:
@@ -102,9 +101,7 @@ def _runs() -> list[str]:
 
 def _describe(run: str) -> Iterator[str]:
     try:
-        facts: dict[str, Any] = get(
-            status_of(run).read.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY
-        )
+        facts: dict[str, Any] = _get(status_of(run).read.remote(), f"run {run}")
     except (RlcoreError, ValueError):
         # The run has ended meanwhile.
         return
@@ -163,14 +160,17 @@ def status_of(run: str) -> Any:
     return ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
 
 
+def _get(call: Any, what: str) -> Any:
+    return get(call, limit_s=STATUS_ANSWER_S, what=what, key="a fixed limit")
+
+
 def print_on_driver(run: str) -> None:
     """Send the output of this process to the driver's terminal from now on."""
     run_status = status_of(run)
 
     def send(stream: str, line: str) -> None:
         try:
-            call = run_status.say.remote(stream, line[:MAX_LINE])
-            get(call, limit_s=STATUS_ANSWER_S, what="the driver", key=KEY)
+            _get(run_status.say.remote(stream, line[:MAX_LINE]), "the driver")
         except RunFailed:
             # No recovery is possible: the terminal is gone with the driver.
             logger.info("not printed: %s", line.rstrip())
