@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # server_kit
 
 import server_kit
+from publication_kit import Client, client_of, folder_weights, publish
 from server_kit import Served
 
 
@@ -32,11 +34,30 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     Tests that publish may leave any weights in it. Without an engine environment the error says how
     to make one.
     """
-    served = server_kit.launch(
-        server_kit.managed(tiny_model, tmp_path_factory.mktemp("served") / "session.log")
-    )
-    yield served
-    server_kit.close(served)
+    log = tmp_path_factory.mktemp("served") / "session.log"
+    with server_kit.serving(tiny_model, log) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served, tmp_path: Path) -> Iterator[Callable[..., Client]]:
+    """`client(on_update=..., ...)` is one more client of the session's server. It is left running
+    with its own weights.
+    """
+    made: list[Client] = []
+
+    def make(**changes: Any) -> Client:
+        made.append(client_of(served, tmp_path, **changes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.sink.close()
+    last = make()
+    publish(last.sink, folder_weights(served.model), 1)
+    last.sink.close()
+    for one in made:
+        served.call(one.engine.close())
 
 
 @pytest.fixture(scope="session")
@@ -47,16 +68,9 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rlcore.launch.commands.init_model import ModelSpec, init_model
 
     folder = tmp_path_factory.mktemp("tiny_moe") / "model"
-    sizes = {
-        "hidden": 32,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "intermediate": 64,
-        "experts": 4,
-        "experts_per_token": 2,
-    }
-    init_model(folder, ModelSpec(family="qwen3_moe", tied=False, **sizes))
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
+    experts = {"experts": 4, "experts_per_token": 2}
+    init_model(folder, ModelSpec(family="qwen3_moe", tied=False, **sizes, **experts))
     return folder
 
 
@@ -66,8 +80,6 @@ def served_moe(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     needs experts.
     """
     log = tmp_path_factory.mktemp("served_moe") / "session_moe.log"
-    served = server_kit.launch(
-        server_kit.managed(moe_model, log, server={"enable_return_routed_experts": True})
-    )
-    yield served
-    server_kit.close(served)
+    routed = {"enable_return_routed_experts": True}
+    with server_kit.serving(moe_model, log, server=routed) as served:
+        yield served

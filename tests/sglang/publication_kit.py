@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlcore.config import Config
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.data.sample import VersionSpan
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.testing import check_engine
 from tests.one_rank import OneRank
 from tests.static_participants import StaticParticipants
 
@@ -58,6 +63,40 @@ def connect(
     )
     loop.call(connected.start(), seconds=60, what="connecting to the server")
     return connected
+
+
+def config_of(
+    served: Served, run_dir: Path, *, tls: TLSConfig | None = None, **changes: Any
+) -> Config:
+    """The configuration of a run by `served`."""
+    config = run_config(str(served.model), run_dir, served.config, **changes)
+    config.cluster.tls = tls
+    return config
+
+
+class Client(NamedTuple):
+    """An engine by a running server, and what publishes to it."""
+
+    config: Config
+    engine: SGLangEngine
+    sink: OneRank
+    participants: StaticParticipants
+
+
+def client_of(served: Served, run_dir: Path, **changes: Any) -> Client:
+    """Another client of the server; `changes` as of `config_of`."""
+    config = config_of(served, run_dir, **changes)
+    engine = connect(config, served.url, served.keys, served.loop)
+    return Client(config, engine, *sink_over(config, [engine], served.loop))
+
+
+@contextmanager
+def publishing(served: Served, run_dir: Path, **changes: Any) -> Iterator[Client]:
+    """A client of the server, while open."""
+    client = client_of(served, run_dir, **changes)
+    yield client
+    client.sink.close()
+    served.call(client.engine.close())
 
 
 def sink_over(
@@ -112,6 +151,78 @@ def publish(
     for bucket in buckets:
         sink.send(bucket, flatten(bucket, weights))
     sink.finish(version)
+
+
+def generate(served: Served, engine: SGLangEngine, **asked: Any) -> Completion:
+    [[completion]] = served.call(engine.generate([request(**asked)]))
+    return completion
+
+
+def check_generation(
+    served: Served, engine: SGLangEngine, weights: Weights, version: int | None = None, n: int = 1
+) -> None:
+    """What the server generates is of these weights, and of this version."""
+    oracle = Oracle(served.model, weights)
+    for [completion] in served.call(engine.generate([request(draw=draw) for draw in range(n)])):
+        if version is not None:
+            assert completion.versions == (VersionSpan(version, 0, 12),)
+        assert oracle.errors(PROMPT, completion).max() < TOLERANCE
+
+
+def check_update_during_responses(
+    served: Served, client: Client, mode: str, version: int, prompt: Sequence[int], *,
+    responses: int, used: int,
+) -> None:  # fmt: skip
+    """Every token carries its weights' version; later requests never use old keys and values.
+
+    The update comes when the responses hold `used` tokens in the cache.
+    """
+    engine, sink = client.engine, client.sink
+    first_weights, next_weights = (random_weights(served.model, seed) for seed in (1, 2))
+    old, new = (Oracle(served.model, weights) for weights in (first_weights, next_weights))
+    publish(sink, first_weights, version)
+    generate(served, engine, prompt=prompt, tokens=2)  # into the cache
+    pending = [
+        asyncio.run_coroutine_threadsafe(
+            engine.generate([request(prompt, draw=draw, tokens=300)]), served.loop.loop
+        )
+        for draw in range(1, 1 + responses)
+    ]
+    served.call(served.until_used(used))
+    publish(sink, next_weights, version + 1)
+    later = generate(served, engine, prompt=prompt, draw=9)
+    assert later.versions == (VersionSpan(version + 1, 0, 12),)
+    assert new.errors(prompt, later).max() < TOLERANCE
+    for completion in (future.result(120)[0][0] for future in pending):
+        made = len(completion.tokens)
+        first = completion.versions[0]
+        assert first.version == version
+        assert 0 < first.end <= made
+        assert old.errors(prompt, completion)[: first.end].max() < TOLERANCE
+        if mode in ("drain", "abort"):
+            assert completion.versions == (first,)
+            assert completion.finish_reason == ("length" if mode == "drain" else "abort")
+            continue
+        assert completion.finish_reason == "length"
+        assert completion.versions == (first, VersionSpan(version + 1, first.end, made))
+        errors = new.errors(prompt, completion)[first.end :]
+        assert (errors.max() < TOLERANCE) == (mode == "retract")
+
+
+def check_contract(served: Served, run_dir: Path) -> None:
+    """By another client of the server, for which `kill` is to leave it."""
+    config = config_of(served, run_dir)
+
+    def another() -> SGLangEngine:
+        return SGLangEngine(
+            served.external(),
+            config=config.rollout.engine,
+            keys=served.keys,
+            model_path=str(served.model),
+        )
+
+    report = check_engine(another, config=config)
+    assert {rule.name for rule in report.skipped} == {"repeatable"}
 
 
 def checksums(served: Served, engine: SGLangEngine) -> dict[str, str]:

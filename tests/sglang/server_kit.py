@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,6 +115,16 @@ def launch(server: ManagedServer) -> Served:
 def close(served: Served) -> None:
     served.call(served.server.stop(), 30)
     served.loop.close()
+
+
+@contextmanager
+def serving(model: Path, log: Path, **settings: Any) -> Iterator[Served]:
+    """A server that is `managed` so, while open."""
+    served = launch(managed(model, log, **settings))
+    try:
+        yield served
+    finally:
+        close(served)
 
 
 def gone(group: int, seconds: float = 60.0) -> bool:

@@ -6,24 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from publication_kit import (
-    PROMPT,
-    TOLERANCE,
-    Oracle,
-    Weights,
-    connect,
-    folder_weights,
-    publish,
-    random_weights,
-    request,
-    run_config,
-    sink_over,
-)
+from publication_kit import Client, Weights, check_generation, publish, random_weights
 from server_kit import Served
 
 from rlcore.errors import EngineFailed
@@ -39,25 +27,14 @@ Publication = tuple[SGLangEngine, OneRank, Path]
 
 
 @pytest.fixture
-def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publication]]:
-    """Make a client of the session's server, a publication that verifies, and the folder."""
-    made: list[tuple[SGLangEngine, OneRank]] = []
+def publication(client: Callable[..., Client]) -> Callable[[str], Publication]:
+    """Make a client of the session's server, a publication, and the folder."""
 
     def make(transport: str) -> Publication:
-        config = run_config(str(served.model), tmp_path, served.config, transport=transport)
-        engine = connect(config, served.url, served.keys, served.loop)
-        sink, _ = sink_over(config, [engine], served.loop)
-        made.append((engine, sink))
-        return engine, sink, shared_folder(config)
+        made = client(transport=transport)
+        return made.engine, made.sink, shared_folder(made.config)
 
-    yield make
-    for _, sink in made:  # which holds the folder
-        sink.close()
-    _, last, _ = make("disk")
-    publish(last, folder_weights(served.model), 1)
-    last.close()
-    for engine, _ in made:
-        served.call(engine.close())
+    return make
 
 
 def nudged(weights: Weights, seed: int) -> Weights:
@@ -69,12 +46,6 @@ def nudged(weights: Weights, seed: int) -> Weights:
             torch.randint(tensor.numel(), (1 + tensor.numel() // 100,), generator=generator)
         ] *= 1.5
     return changed
-
-
-def check_generation(served: Served, engine: SGLangEngine, weights: Weights, version: int) -> None:
-    [[completion]] = served.call(engine.generate([request(draw=version)]))
-    assert [span.version for span in completion.versions] == [version]
-    assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])

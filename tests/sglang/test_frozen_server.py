@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 import server_kit
 from publication_kit import (
-    PROMPT,
-    TOLERANCE,
-    Oracle,
+    check_generation,
+    config_of,
     connect,
     flatten,
     folder_weights,
     layout,
     publish,
     random_weights,
-    request,
-    run_config,
     sink_over,
 )
 from server_kit import Served
@@ -52,7 +49,7 @@ def doomed(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
 def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
     served: Served, doomed: SGLangEngine, tmp_path: Path
 ) -> None:
-    config = run_config(str(served.model), tmp_path, served.config, update_timeout_s=LIMIT_S)
+    config = config_of(served, tmp_path, update_timeout_s=LIMIT_S)
     survivor = connect(config, served.url, served.keys, served.loop)
     sink, participants = sink_over(config, [doomed, survivor], served.loop)
     publish(sink, random_weights(served.model, 1), 30)
@@ -76,9 +73,7 @@ def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
     assert doomed.ended.done()  # managed: it was ended, stopped as it was
     publish(sink, weights, 31)
     assert time.monotonic() - began < ENOUGH_S
-    [[completion]] = served.call(survivor.generate([request()]))
-    assert {span.version for span in completion.versions} == {31}
-    assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
+    check_generation(served, survivor, weights, 31)
 
     publish(sink, folder_weights(served.model), 32)
     sink.close()

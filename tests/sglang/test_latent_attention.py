@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 import server_kit
-from publication_kit import (
-    checksums,
-    connect,
-    folder_weights,
-    layout,
-    publish,
-    run_config,
-    sink_over,
-)
+from publication_kit import checksums, folder_weights, layout, publish, publishing
 from server_kit import Served
 
 from rlcore.launch.commands.init_model import ModelSpec, init_model
@@ -52,37 +44,32 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = json.loads(place.read_text()) | SAID
     del config["rope_parameters"]
     place.write_text(json.dumps(config))
-    served = server_kit.launch(server_kit.managed(folder / "model", folder / "server.log"))
-    yield served
-    server_kit.close(served)
+    with server_kit.serving(folder / "model", folder / "server.log") as served:
+        yield served
 
 
 @pytest.mark.full
 def test_parts_that_the_server_fuses_arrive_whatever_the_size_of_buckets(
     latent: Served, tmp_path: Path
 ) -> None:
-    config = run_config(str(latent.model), tmp_path, latent.config)
-    engine = connect(config, latent.url, latent.keys, latent.loop)
-    sink, participants = sink_over(config, [engine], latent.loop)
     first = folder_weights(latent.model)
     second = {name: tensor + 1 for name, tensor in first.items()}
     specs = [spec for bucket in layout(first) for spec in bucket.tensors]
     whole = cut_buckets(specs, 1 << 30)
-    publish(sink, first, 1, whole)
-    of_first = checksums(latent, engine)
-    publish(sink, second, 2, whole)
-    of_second = checksums(latent, engine)
-    small = cut_buckets(specs, 1)
-    assert len(small) > len(specs) // 2
-    publish(sink, first, 3, small)
-    assert checksums(latent, engine) == of_first
-    # and that is needed: the server drops a part that comes alone, and says nothing
-    publish(sink, second, 4, [Bucket(i, (spec,)) for i, spec in enumerate(specs)])
-    apart = checksums(latent, engine)
-    fused = {name for name in apart if "fused_qkv_a_proj_with_mqa" in name}
-    assert {name for name in apart if apart[name] != of_second[name]} == fused
-    assert len(fused) == 2
-    assert {name for name in apart if of_first[name] == of_second[name]} == set()
-    assert not participants.dropped
-    sink.close()
-    latent.call(engine.close())
+    with publishing(latent, tmp_path) as (_, engine, sink, participants):
+        publish(sink, first, 1, whole)
+        of_first = checksums(latent, engine)
+        publish(sink, second, 2, whole)
+        of_second = checksums(latent, engine)
+        small = cut_buckets(specs, 1)
+        assert len(small) > len(specs) // 2
+        publish(sink, first, 3, small)
+        assert checksums(latent, engine) == of_first
+        # and that is needed: the server drops a part that comes alone, and says nothing
+        publish(sink, second, 4, [Bucket(i, (spec,)) for i, spec in enumerate(specs)])
+        apart = checksums(latent, engine)
+        fused = {name for name in apart if "fused_qkv_a_proj_with_mqa" in name}
+        assert {name for name in apart if apart[name] != of_second[name]} == fused
+        assert len(fused) == 2
+        assert {name for name in apart if of_first[name] == of_second[name]} == set()
+        assert not participants.dropped

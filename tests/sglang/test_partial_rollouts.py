@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import pytest
 import torch
 from publication_kit import (
     TOLERANCE,
+    Client,
     Oracle,
-    connect,
     folder_weights,
     publish,
+    publishing,
     random_weights,
     request,
-    run_config,
-    sink_over,
 )
 from server_kit import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,29 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rollout.collection.attempts import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
-from tests.one_rank import OneRank
 
 LONG = list(range(1, 30)) * 3  # a prompt that is computed once for all its samples
 TOKENS = 300
 
 
 @pytest.fixture
-def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[OneRank]:
-    """Publishes by aborting. Afterwards the server has its own weights again."""
-    config = run_config(str(served.model), tmp_path, served.config, on_update="abort")
-    sink, _ = sink_over(config, [engine], served.loop)
-    yield sink
-    publish(sink, folder_weights(served.model), 99)  # versions never go back
-    sink.close()
-
-
-@pytest.fixture
-def engine(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
-    engine = connect(
-        run_config(str(served.model), tmp_path, served.config), served.url, served.keys, served.loop
-    )
-    yield engine
-    served.call(engine.close())
+def aborting(client: Callable[..., Client]) -> Client:
+    """Publishes by aborting."""
+    return client(on_update="abort")
 
 
 def partial_of(served: Served) -> PartialRollouts:
@@ -80,9 +65,7 @@ def cut_after(generate: Generate, made: int) -> Generate:
     return cut
 
 
-def test_responses_go_on_through_two_publications(
-    served: Served, engine: SGLangEngine, sink: OneRank
-) -> None:
+def test_responses_go_on_through_two_publications(served: Served, aborting: Client) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     oracles = {}
     partial = partial_of(served)
@@ -92,9 +75,9 @@ def test_responses_go_on_through_two_publications(
     for version, made in ((10, 50), (11, 100), (12, None)):
         weights = random_weights(served.model, version)
         oracles[version] = Oracle(served.model, weights)
-        publish(sink, weights, version)
+        publish(aborting.sink, weights, version)
         running = running or asyncio.run_coroutine_threadsafe(
-            partial.whole(generate_of(engine), asked), served.loop.loop
+            partial.whole(generate_of(aborting.engine), asked), served.loop.loop
         )
         if made:
             served.call(served.until_used(len(LONG) + 3 * made))
@@ -116,11 +99,11 @@ def test_responses_go_on_through_two_publications(
     assert partial.resumed_tokens > 0
 
 
-def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: OneRank) -> None:
+def test_stops_across_the_cut(served: Served, aborting: Client) -> None:
     """Greedy responses end at the same token with the same reason, wherever they were cut."""
     # whose greedy response repeats nothing for a while
-    publish(sink, random_weights(served.model, 32), 5)
-    generate = generate_of(engine)
+    publish(aborting.sink, random_weights(served.model, 32), 5)
+    generate = generate_of(aborting.engine)
     partial = partial_of(served)
     greedy = request(LONG, tokens=24)
     greedy = replace(greedy, sampling=replace(greedy.sampling, temperature=0.0))
@@ -147,13 +130,15 @@ def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: OneRan
     assert partial.resumed_responses > 6
 
 
-def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: OneRank) -> None:
+def test_keep_sets_of_both_parts(served: Served, aborting: Client) -> None:
     weights = random_weights(served.model, 6)
-    publish(sink, weights, 6)
+    publish(aborting.sink, weights, 6)
     asked = replace(request(LONG, tokens=16), n=2)
     asked = replace(asked, sampling=replace(asked.sampling, top_k=6, top_p=0.7, sampling_mask=True))
     oracle = Oracle(served.model, weights)
-    for one in served.call(partial_of(served).whole(cut_after(generate_of(engine), 5), asked)):
+    for one in served.call(
+        partial_of(served).whole(cut_after(generate_of(aborting.engine), 5), asked)
+    ):
         assert one.sampling_mask is not None
         assert len(one.sampling_mask.counts) == len(one.tokens) == 16
         assert not len(one.sampling_mask.missing(one.tokens))
@@ -166,21 +151,17 @@ def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: One
 
 @pytest.mark.full
 def test_routed_experts_of_both_parts(served_moe: Served, moe_model: Path, tmp_path: Path) -> None:
-    config = run_config(str(moe_model), tmp_path, served_moe.config)
-    engine = connect(config, served_moe.url, served_moe.keys, served_moe.loop)
-    sink, _ = sink_over(config, [engine], served_moe.loop)
-    publish(sink, folder_weights(moe_model), 3)
     asked = replace(request(LONG, tokens=16), n=2)
     asked = replace(asked, sampling=replace(asked.sampling, routed_experts=True))
     model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32).eval()
-    for one in served_moe.call(
-        partial_of(served_moe).whole(cut_after(generate_of(engine), 5), asked)
-    ):
+    with publishing(served_moe, tmp_path) as client:
+        publish(client.sink, folder_weights(moe_model), 3)
+        cut = cut_after(generate_of(client.engine), 5)
+        made = served_moe.call(partial_of(served_moe).whole(cut, asked))
+    for one in made:
         fed = torch.tensor([[*LONG, *one.tokens.tolist()]])[:, :-1]
         with torch.no_grad():
             routers = model(fed, output_router_logits=True).router_logits
         chosen = torch.stack([scores.topk(2).indices for scores in routers], dim=1)
         assert one.routed_experts is not None
         assert np.array_equal(np.sort(one.routed_experts), np.sort(chosen.numpy()))
-    sink.close()
-    served_moe.call(engine.close())

@@ -13,13 +13,12 @@ import server_kit
 from publication_kit import (
     PROMPT,
     Oracle,
-    connect,
+    client_of,
     flatten,
+    generate,
     layout,
+    publishing,
     random_weights,
-    request,
-    run_config,
-    sink_over,
 )
 from server_kit import Served
 
@@ -42,13 +41,9 @@ def served_fp8(tmp_path_factory: pytest.TempPathFactory, tls: TLSConfig) -> Iter
     """Each projection has whole blocks of 128 x 128, as SGLang asks."""
     folder = tmp_path_factory.mktemp("fp8")
     init_model(folder / "model", ModelSpec(layers=2, kv_heads=4))
-    served = server_kit.launch(
-        server_kit.managed(
-            folder / "model", folder / "fp8.log", quantization="fp8", dtype="bf16", tls=tls
-        )
-    )
-    yield served
-    server_kit.close(served)
+    settings = {"quantization": "fp8", "dtype": "bf16", "tls": tls}
+    with server_kit.serving(folder / "model", folder / "fp8.log", **settings) as served:
+        yield served
 
 
 @pytest.mark.parametrize(
@@ -57,31 +52,25 @@ def served_fp8(tmp_path_factory: pytest.TempPathFactory, tls: TLSConfig) -> Iter
 def test_the_server_generates_with_what_the_blocks_stand_for(
     served_fp8: Served, tls: TLSConfig, tmp_path: Path, transport: str
 ) -> None:
-    changes = {"transport": transport}
-    config = run_config(str(served_fp8.model), tmp_path, served_fp8.config, **changes)
-    config.cluster.tls = tls
-    engine = connect(config, served_fp8.url, served_fp8.keys, served_fp8.loop)
-    sink, participants = sink_over(config, [engine], served_fp8.loop)
-    for version, seed in ((5, 1), (6, 2)):
-        weights = random_weights(served_fp8.model, seed)
-        buckets = layout(weights)
-        sink.prepare([quantised_bucket(bucket) for bucket in buckets])
-        held = {}
-        for bucket in buckets:
-            small = quantise_bucket(bucket, flatten(bucket, weights))
-            held.update(dequantised(quantised_bucket(bucket).views(small)))
-            sink.send(quantised_bucket(bucket), small)
-        sink.finish(version)
-        [[completion]] = served_fp8.call(engine.generate([request(draw=version)]))
-        assert completion.versions == (VersionSpan(version, 0, 12),)
-        # it computes in bf16
-        of_blocks = Oracle(served_fp8.model, held).errors(PROMPT, completion).mean()
-        of_weights = Oracle(served_fp8.model, weights).errors(PROMPT, completion).mean()
-        assert of_blocks < 0.1
-        assert of_blocks < of_weights / 2
-    assert not participants.dropped
-    sink.close()
-    served_fp8.call(engine.close())
+    with publishing(served_fp8, tmp_path, tls=tls, transport=transport) as client:
+        for version, seed in ((5, 1), (6, 2)):
+            weights = random_weights(served_fp8.model, seed)
+            buckets = layout(weights)
+            client.sink.prepare([quantised_bucket(bucket) for bucket in buckets])
+            held = {}
+            for bucket in buckets:
+                small = quantise_bucket(bucket, flatten(bucket, weights))
+                held.update(dequantised(quantised_bucket(bucket).views(small)))
+                client.sink.send(quantised_bucket(bucket), small)
+            client.sink.finish(version)
+            completion = generate(served_fp8, client.engine, draw=version)
+            assert completion.versions == (VersionSpan(version, 0, 12),)
+            # it computes in bf16
+            of_blocks = Oracle(served_fp8.model, held).errors(PROMPT, completion).mean()
+            of_weights = Oracle(served_fp8.model, weights).errors(PROMPT, completion).mean()
+            assert of_blocks < 0.1
+            assert of_blocks < of_weights / 2
+        assert not client.participants.dropped
 
 
 def test_a_client_of_another_authority_is_refused(served_fp8: Served, tmp_path: Path) -> None:
@@ -90,13 +79,11 @@ def test_a_client_of_another_authority_is_refused(served_fp8: Served, tmp_path: 
     found = programs(served_fp8.server.pid)
     assert "SGLang server" in found
     assert set().union(*found.values()) == {"127.0.0.1"}, found
-    config = run_config(str(served_fp8.model), tmp_path, served_fp8.config)
-    config.cluster.tls = Authority(tmp_path, "stranger").tls("127.0.0.1")
+    stranger = Authority(tmp_path, "stranger").tls("127.0.0.1")
     with pytest.raises(UserError, match=r"127\.0\.0\.1 is not accepted by .*stranger\.pem"):
-        connect(config, served_fp8.url, served_fp8.keys, served_fp8.loop)
+        client_of(served_fp8, tmp_path, tls=stranger)
 
 
 def test_a_server_of_other_blocks_is_refused(served: Served, tmp_path: Path) -> None:
-    config = run_config(str(served.model), tmp_path, served.config, quantization="fp8")
     with pytest.raises(ConfigError, match=r"weight_block_size.*rollout.engine.quantization"):
-        connect(config, served.url, served.keys, served.loop)
+        client_of(served, tmp_path, quantization="fp8")

@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 import server_kit
-from publication_kit import (
-    checksums,
-    connect,
-    folder_weights,
-    layout,
-    publish,
-    run_config,
-    sink_over,
-)
+from publication_kit import checksums, folder_weights, layout, publish, publishing
 
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.weights import Bucket, cut_buckets
@@ -38,25 +30,20 @@ def test_every_tensor_changes_and_is_the_same_for_every_size_of_buckets(
     init_model(tmp_path / "tokenizer", ModelSpec("qwen3"))
     for file in (tmp_path / "tokenizer").glob("*token*"):
         shutil.copy(file, model)
-    served = server_kit.launch(server_kit.managed(model, tmp_path / "server.log"))
-    config = run_config(str(model), tmp_path, served.config)
-    engine = connect(config, served.url, served.keys, served.loop)
-    sink, participants = sink_over(config, [engine], served.loop)
     first = folder_weights(model)
     second = {name: tensor + 1 for name, tensor in first.items()}
     specs = [spec for bucket in layout(first) for spec in bucket.tensors]
     whole = cut_buckets(specs, 1 << 30)
     apart = [Bucket(index, (spec,)) for index, spec in enumerate(specs)]
-    try:
-        publish(sink, first, 1, whole)
-        of_first = checksums(served, engine)
-        publish(sink, second, 2, whole)
-        of_second = checksums(served, engine)
+    with (
+        server_kit.serving(model, tmp_path / "server.log") as served,
+        publishing(served, tmp_path) as client,
+    ):
+        publish(client.sink, first, 1, whole)
+        of_first = checksums(served, client.engine)
+        publish(client.sink, second, 2, whole)
+        of_second = checksums(served, client.engine)
         assert [name for name in of_first if of_first[name] == of_second[name]] == []
-        publish(sink, first, 3, apart)
-        assert checksums(served, engine) == of_first
-        assert not participants.dropped
-        sink.close()
-        served.call(engine.close())
-    finally:
-        server_kit.close(served)
+        publish(client.sink, first, 3, apart)
+        assert checksums(served, client.engine) == of_first
+        assert not client.participants.dropped
