@@ -5,6 +5,6 @@ print(check_engine(lambda: VllmEngine(...), config=config))
 """
 
 from rlcore.algorithms.testing import ContractError, ContractReport
-from rollout.engines.testing.check import check_engine
+from rollout.engines.testing.rules import check_engine
 
 __all__ = ["ContractError", "ContractReport", "check_engine"]

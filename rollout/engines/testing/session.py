@@ -22,7 +22,7 @@ from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.interfaces import BucketSender, RankAddress, RolloutEngine
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.engines.checks import check_completion, check_versions
+from rollout.engines.checks import check_completion, check_versions, folder_vocab_size
 from rollout.weight_sync.base import describe
 from rollout.weight_sync.choose import choose_transport, make_sender
 from rollout.weight_sync.process_group import gpu_identity
@@ -58,14 +58,13 @@ class Session:
         kind: EngineKind,
         weights: Mapping[str, Tensor],
         *,
-        vocab_size: int,
         long: int,
     ) -> None:
         self.engine = engine
         self.config = config
         self.kind = kind
         self.weights = dict(weights)
-        self.vocab_size = vocab_size
+        self.vocab_size = folder_vocab_size(config.model.path)
         self.long = long
         # The newest published version.
         self.version = 0
@@ -96,21 +95,20 @@ class Session:
         try:
             return await self._within(what, work, seconds)
         except RlcoreError as error:
-            raise self.broken(f"{what} raised {name_of(error)}", f"{what} to succeed") from error
+            raise self.broken(f"{what} raised {_name(error)}", f"{what} to succeed") from error
 
     async def refused(
         self, what: str, work: Awaitable[Any], error_type: type[RlcoreError] = RunFailed
     ) -> None:
         """Await a call that must raise an error of this type."""
-        expected = (
-            f"{what} to raise {'EngineFailed' if error_type is RunFailed else error_type.__name__}"
-        )
+        name = "EngineFailed" if error_type is RunFailed else error_type.__name__
+        expected = f"{what} to raise {name}"
         try:
             result = await self._within(what, work)
         except error_type:
             return
         except RlcoreError as error:
-            raise self.broken(f"{what} raised {name_of(error)}", expected) from error
+            raise self.broken(f"{what} raised {_name(error)}", expected) from error
         raise self.broken(f"{what} returned {result!r}", expected)
 
     async def _within(self, what: str, work: Awaitable[T], seconds: float | None = None) -> T:
@@ -134,6 +132,10 @@ class Session:
     async def health(self) -> dict[str, Any]:
         """Return the engine's own report."""
         return await self.call("health", self.engine.health())
+
+    async def version_in_force(self) -> Any:
+        """The version in the engine's report; 0 if the report has none."""
+        return (await self.health()).get("version", 0)
 
     def request(
         self,
@@ -205,8 +207,9 @@ class Session:
             await self._took("completing the transport", self._transport.complete(result))
 
     async def _send(self, bucket: Bucket) -> dict[Any, str]:
-        parts = [self.weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors]
-        flat = torch.cat(parts)
+        flat = torch.cat(
+            [self.weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors]
+        )
         packed = {0: await asyncio.to_thread(self._sender.pack, bucket, flat)}
         call = asyncio.ensure_future(self._transport.send(bucket.index, packed))
 
@@ -229,6 +232,5 @@ class Session:
         await self.call("close", self.engine.close())
 
 
-def name_of(error: BaseException) -> str:
-    """The name of an error in a report."""
+def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {describe(error)}"

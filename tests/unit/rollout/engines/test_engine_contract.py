@@ -22,7 +22,7 @@ from rlcore.errors import EngineFailed
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.testing import ContractError, check_engine, session
-from rollout.engines.testing.check import RULES
+from rollout.engines.testing.rules import RULES
 
 LONG = 500
 NO_MODEL = "the fake has no model: it holds no weights, and answers at once"
