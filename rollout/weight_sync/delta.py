@@ -11,15 +11,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rlcore.weights import Bucket
+from torch import Tensor
+
+from rlcore.weights import Bucket, TensorSpec, fingerprint
 from rollout.asyncio_utils import within
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
-from rollout.weight_sync.delta_files import DeltaWriter, Snapshot
+from rollout.weight_sync.delta_codec import encode
+from rollout.weight_sync.delta_files import CHANGES, Manifest
 from rollout.weight_sync.folders import FolderSender, WeightFolders, keep_only, number_of
 from rollout.weight_sync.follower import POLL_S, Follower, FollowerReport, read_reports
+
+THREADS = 8  # hashing, comparing and packing release the interpreter's lock
+
+
+@dataclass
+class Snapshot:
+    """A copy of all weights in host memory, to which the next changes refer."""
+
+    buckets: tuple[Bucket, ...]
+    flats: list[Tensor]  # uint8 [num_bytes] each
+    number: int = 0  # of their publication
 
 
 class DeltaSender(FolderSender):
@@ -27,22 +44,65 @@ class DeltaSender(FolderSender):
 
     def __init__(self, folders: WeightFolders) -> None:
         super().__init__(folders)
-        self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
+        # The weights of the last publication; None if the next one must be whole.
+        self._last: Snapshot | None = None
         # Bytes of changes since the last whole publication.
         self._since_whole = 0
+        # The current publication. A last snapshot is updated while its changes are written.
+        self._snapshot = Snapshot((), [])
+        self._manifest = Manifest(base=None, num_bytes=0, fingerprints={})
 
-    def _begin(self, buckets: Sequence[Bucket]) -> DeltaWriter:
-        since = self._snapshot
-        # `finish` sets the snapshot again, once the weights are published.
-        self._snapshot = None
+    def _begin(self, buckets: Sequence[Bucket]) -> None:
+        last = self._last
+        self._last = None
         whole = sum(bucket.num_bytes for bucket in buckets)
-        if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
-            since = None
-        return DeltaWriter(self._folders, buckets, since)
+        if last is None or last.buckets != tuple(buckets) or self._since_whole > whole:
+            super()._begin(buckets)
+            self._snapshot = Snapshot(tuple(buckets), [])
+            self._manifest = Manifest(base=None, num_bytes=whole, fingerprints={})
+        else:
+            self._aside = self._folders.begin(0)
+            self._snapshot = last
+            self._manifest = Manifest(base=last.number, num_bytes=0, fingerprints={})
+
+    def _add(self, bucket: Bucket, flat: Tensor) -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            names, views = zip(*bucket.views(flat))
+            self._manifest.fingerprints |= zip(names, pool.map(fingerprint, views))
+            if self._shards is not None:
+                super()._add(bucket, flat)
+                self._snapshot.flats.append(flat.clone())
+            else:
+                before = self._snapshot.flats[bucket.index]
+                self._write_changes(bucket, before, flat, pool)
+                before.copy_(flat)
+
+    def _write_changes(
+        self, bucket: Bucket, before: Tensor, flat: Tensor, pool: ThreadPoolExecutor
+    ) -> None:
+        def difference(spec: TensorSpec, end: int) -> bytes:
+            here = slice(end - spec.num_bytes, end)
+            return encode(before[here].numpy(), flat[here].numpy(), spec.torch_dtype.itemsize)
+
+        assert self._aside is not None
+        ends = accumulate(spec.num_bytes for spec in bucket.tensors)
+        deltas = pool.map(difference, bucket.tensors, ends)
+        with (self._aside / CHANGES).open("ab") as file:
+            for spec, delta in zip(bucket.tensors, deltas):
+                if delta:
+                    file.write(delta)
+                    self._manifest.changes[spec.name] = (self._manifest.num_bytes, len(delta))
+                    self._manifest.num_bytes += len(delta)
 
     def finish(self) -> dict[str, Any]:
         """Publish the folder. Returns its path, and whether it holds whole weights."""
-        folder, self._snapshot, manifest = self._take_writer().finish()
+        manifest = self._manifest
+        if self._aside is not None:
+            with self._folders.refusals():
+                manifest.write(self._aside)
+        folder = self._publish()
+        self._last = self._snapshot
+        self._last.number = number_of(folder)
         is_whole = manifest.base is None
         self._since_whole = 0 if is_whole else self._since_whole + manifest.num_bytes
         return {"folder": str(folder), "is_whole": is_whole}
@@ -69,13 +129,13 @@ class DeltaTransport(Transport):
         """Have every engine load its follower's folder."""
         folder = Path(result["folder"])
         number = number_of(folder)
-        local = (
-            await self._follow(number) if any(engine.managed for engine in self._engines) else None
-        )
+        if any(engine.managed for engine in self._engines):
+            self._follower = self._follower or Follower(self._root)
+            local = await asyncio.to_thread(self._follower.follow, number)
 
         async def load(engine: Engine) -> None:
             await engine.load_folder(
-                local if engine.managed and local else await self._followed(engine, number)
+                local if engine.managed else await self._followed(engine, number)
             )
 
         answers = await ask(self._engines, "load_folder", load, 2 * self._timeout_s)
@@ -90,17 +150,8 @@ class DeltaTransport(Transport):
             await asyncio.to_thread(self._follower.close)
             self._follower = None
 
-    async def _follow(self, number: int) -> Path:
-        """Bring the transport's own follower to publication `number`. Returns its folder."""
-        if self._follower is None:
-            self._follower = Follower(self._root)
-        return await asyncio.to_thread(self._follower.follow, number)
-
     async def _followed(self, engine: Engine, number: int) -> Path:
-        """Wait until the follower on an engine's machine holds publication `number`.
-
-        Returns its folder.
-        """
+        """Wait for the follower on an engine's machine. Returns its folder."""
         mine: list[FollowerReport] = []
 
         async def wait() -> Path:

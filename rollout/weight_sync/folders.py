@@ -1,7 +1,7 @@
 """Publications as Hugging Face folders that trainer and engines share.
 
-`WeightFolders` numbers the folders, `FullWriter` fills one for rank 0's `FolderSender`, and
-`DiskTransport` has the engines load it. The delta transport (delta.py) writes smaller publications.
+`WeightFolders` numbers the folders, rank 0's `FolderSender` fills one, and `DiskTransport` has the
+engines load it. The delta transport (delta.py) writes smaller publications.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from rlcore.errors import RunFailed
-from rlcore.hf_folder import ShardWriter, copy_companions, header, write_json
+from rlcore.hf_folder import ShardWriter, copy_companions
 from rlcore.interfaces import BucketSender
 from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
@@ -55,11 +55,10 @@ class WeightFolders:
 
     def begin(self, num_bytes: int) -> Path:
         """Make an empty unpublished folder for about `num_bytes`, and remove unfinished ones."""
+        aside = self.root / f".update_{self.last + 1:06d}.partial"
         with self.refusals():
             self.root.mkdir(parents=True, exist_ok=True)
             self._take()
-        aside = self.root / f".update_{self.last + 1:06d}.partial"
-        with self.refusals():
             for old in self.root.glob(".update_*"):
                 shutil.rmtree(old)
             aside.mkdir(parents=True)
@@ -100,18 +99,14 @@ class WeightFolders:
             )
 
     def publish(self, aside: Path) -> Path:
-        """Give the folder its number, and return its new path."""
+        """Give the folder its number, and return its new path. Raises OSError."""
         self.last += 1
-        folder = self.root / f"update_{self.last:06d}"
-        with self.refusals():
-            os.rename(aside, folder)
-        return folder
+        return aside.rename(self.root / f"update_{self.last:06d}")
 
     def add_companions(self, aside: Path) -> None:
         """Add config.json and the tokenizer's files, to make a Hugging Face folder."""
-        with self.refusals():
-            shutil.copyfile(self._model / "config.json", aside / "config.json")
-            copy_companions(aside, self._model, self._tokenizer)
+        shutil.copyfile(self._model / "config.json", aside / "config.json")
+        copy_companions(aside, self._model, self._tokenizer)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -148,69 +143,27 @@ def number_of(folder: Path) -> int:
     return int(folder.name.removeprefix("update_"))
 
 
-class FullWriter:
-    """Writes all tensors of one publication, one shard for each bucket."""
-
-    def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket]) -> None:
-        self._folders = folders
-        self._buckets = buckets
-        self.aside = folders.begin(sum(bucket.num_bytes for bucket in buckets))
-        self._shards = ShardWriter(self.aside, buckets)
-
-    def add(self, bucket: Bucket, flat: Tensor) -> None:
-        """Write a bucket. `flat`: uint8 [num_bytes] on the host."""
-        for name, tensor in bucket.views(flat):
-            self._shards.add(name, tensor)
-
-    def finish(self, **files: dict[str, Any]) -> Path:
-        """Publish the folder, with a file `<key>.json` for each of `files`."""
-        with self._folders.refusals():
-            self._shards.finish()
-            check_sizes(self.aside, self._buckets)
-            for name, content in files.items():
-                write_json(self.aside / f"{name}.json", content)
-        self._folders.add_companions(self.aside)
-        return self._folders.publish(self.aside)
-
-    def cancel(self) -> None:
-        """Remove the unfinished folder."""
-        self._shards.close()
-        shutil.rmtree(self.aside, ignore_errors=True)
-
-
-def check_sizes(folder: Path, shards: Sequence[Bucket]) -> None:
-    """Raise RunFailed unless each shard has the size of its header and tensors.
-
-    A truncated file would crash an engine.
-    """
-    writer = ShardWriter(folder, shards)
-    for shard in shards:
-        path = folder / writer.file_name(shard.index)
-        expected = len(header(shard)) + shard.num_bytes
-        size = path.stat().st_size if path.is_file() else None
-        if size != expected:
-            raise RunFailed(
-                f"{path} is {'missing' if size is None else f'{size:,} bytes long'}, expected"
-                f" {expected:,} bytes"
-            )
-
-
 class FolderSender(BucketSender):
-    """Rank 0's half: writes each publication to a new folder, and removes an unfinished one."""
+    """Rank 0's half: writes each publication to a new folder, and removes an unfinished one.
+
+    A folder has one safetensors file for each bucket.
+    """
 
     def __init__(self, folders: WeightFolders) -> None:
         self._folders = folders
-        self._writer: Any = None
-        self._failure: OSError | None = None  # raised by the writer
+        self._aside: Path | None = None  # the unfinished folder
+        self._shards: ShardWriter | None = None
+        self._failure: OSError | None = None  # of a write
 
     def open(self, order: Any, buckets: Sequence[Bucket]) -> None:
         """Begin a folder. Raises RunFailed if the disk is full, or another trainer writes here."""
         self._drop()
         self._failure = None
-        self._writer = self._begin(buckets)
+        self._begin(buckets)
 
-    def _begin(self, buckets: Sequence[Bucket]) -> Any:
-        return FullWriter(self._folders, buckets)
+    def _begin(self, buckets: Sequence[Bucket]) -> None:
+        self._aside = self._folders.begin(sum(bucket.num_bytes for bucket in buckets))
+        self._shards = ShardWriter(self._aside, buckets)
 
     def send(self, bucket: Bucket, flat: Tensor, stopped: Callable[[], Any]) -> None:
         """Write the bucket.
@@ -218,26 +171,35 @@ class FolderSender(BucketSender):
         `finish` raises the error of a failed write, because the trainer's other ranks must first
         complete their gathers.
         """
-        if self._writer is None or self._failure is not None or stopped() is not None:
+        if self._aside is None or stopped() is not None:
             return
         try:
-            self._writer.add(bucket, flat.cpu())
+            self._add(bucket, flat.cpu())
         except OSError as error:
             self._failure = error
-            self._writer.cancel()
+            self._drop()
+
+    def _add(self, bucket: Bucket, flat: Tensor) -> None:
+        """Write a bucket. `flat`: uint8 [num_bytes] on the host."""
+        assert self._shards is not None
+        for name, tensor in bucket.views(flat):
+            self._shards.add(name, tensor)
 
     def finish(self) -> Any:
         """Publish the folder. Returns its path. Raises RunFailed if it could not be written."""
-        return str(self._take_writer().finish())
+        return str(self._publish())
 
-    def _take_writer(self) -> Any:
-        assert self._writer is not None, "open comes first"
-        writer = self._writer
-        self._writer = None
-        if self._failure is not None:
-            with self._folders.refusals():
+    def _publish(self) -> Path:
+        with self._folders.refusals():
+            if self._failure is not None:
                 raise self._failure
-        return writer
+            assert self._aside is not None
+            if self._shards is not None:
+                self._shards.finish()
+                self._folders.add_companions(self._aside)
+            folder = self._folders.publish(self._aside)
+        self._aside = self._shards = None
+        return folder
 
     def close(self) -> None:
         """Remove an unfinished publication, and let another trainer publish."""
@@ -245,9 +207,11 @@ class FolderSender(BucketSender):
         self._folders.close()
 
     def _drop(self) -> None:
-        if self._writer is not None:
-            self._writer.cancel()
-            self._writer = None
+        if self._shards is not None:
+            self._shards.close()
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside = self._shards = None
 
 
 class DiskTransport(Transport):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -19,17 +18,19 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
 
 from rlcore.errors import RunFailed
 from rlcore.hf_folder import TensorPlace, find_tensors
 from rlcore.runs.files import write_atomic
 from rlcore.weights import fingerprint
 from rollout.weight_sync.delta_codec import DeltaError, apply
-from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
+from rollout.weight_sync.delta_files import Manifest
 from rollout.weight_sync.folders import number_of, published
 
 POLL_S = 0.1
@@ -44,12 +45,17 @@ class Damaged(Exception):
 
 
 class Follower:
-    """`folder` holds whole weights of publication `number`, once `follow` has returned."""
+    """`folder` holds whole weights of publication `number`, once `follow` has returned.
+
+    Args:
+        root: the parent of local folders, by default shared memory.
+    """
 
     def __init__(self, shared: Path, root: Path | None = None) -> None:
         self.shared = shared.absolute()
-        self._home, lock = make_home(self.shared, root or default_root())
-        self._lock: int | None = lock
+        if root is None:
+            root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+        self._home, self._lock = make_home(self.shared, root)
         self.folder = self._home / "weights"
         self.number: int | None = None
         self._fingerprints: dict[str, str] = {}
@@ -65,16 +71,14 @@ class Follower:
 
         Raises RunFailed if the shared folder lacks the files for that.
         """
-        if self.number == number:
-            return self.folder
-        try:
-            if self.number is not None:
+        if self.number is not None:
+            try:
                 self._walk(number)
                 return self.folder
-        except Damaged as error:
-            logger.warning(
-                "%s: %s; starting again from the last whole publication", self.folder, error
-            )
+            except Damaged as error:
+                logger.warning(
+                    "%s: %s; starting again from the last whole publication", self.folder, error
+                )
         self.number = None
         try:
             self._walk(number)
@@ -85,12 +89,9 @@ class Follower:
         return self.folder
 
     def close(self) -> None:
-        """Remove the local folder. May be called twice."""
+        """Remove the local folder."""
         shutil.rmtree(self._home, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-        self.number = None
+        os.close(self._lock)
 
     def _walk(self, number: int) -> None:
         """Apply each change up to `number`, since `self.number` or the last whole publication."""
@@ -136,11 +137,8 @@ class Follower:
                 raise Damaged(
                     f"{folder} changes {name}, which the last whole publication does not have"
                 )
-            apply(
-                changed_bytes(folder, manifest, name),
-                self._map(place),
-                place.spec.torch_dtype.itemsize,
-            )
+            changes = manifest.read_changes(folder, name)
+            apply(changes, self._map(place), place.spec.torch_dtype.itemsize)
         self._check(manifest, manifest.changes)
         for name, wanted in manifest.fingerprints.items():
             if name not in manifest.changes and self._fingerprints.get(name) != wanted:
@@ -154,32 +152,25 @@ class Follower:
             )
         for name in names:
             place = self._places[name]
-            if fingerprint(tensor_at(self._map(place), place.spec)) != manifest.fingerprints[name]:
+            raw = torch.from_numpy(self._map(place))
+            tensor = raw.view(place.spec.torch_dtype).view(place.spec.shape)
+            if fingerprint(tensor) != manifest.fingerprints[name]:
                 raise Damaged(f"{name} in {self.folder} does not have the published checksum")
 
     def _map(self, place: TensorPlace) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
         return np.memmap(place.path, np.uint8, "r+", place.offset, (place.spec.num_bytes,))
 
 
-@dataclass(frozen=True)
-class FollowerReport:
+class FollowerReport(BaseModel):
     """The progress of a follower, as a file for the trainer in the shared folder."""
+
+    model_config = ConfigDict(strict=True)
 
     host: str
     urls: list[str]  # of the engines that read its folder
     number: int | None
     folder: str
     error: str | None = None  # why it does not hold the newest publication
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all fields have their types; any user of the folder may write such a file."""
-        texts = (self.host, self.folder, *(self.urls if isinstance(self.urls, list) else (None,)))
-        return (
-            all(isinstance(text, str) for text in texts)
-            and (self.number is None or type(self.number) is int)
-            and (self.error is None or isinstance(self.error, str))
-        )
 
 
 async def keep_following(shared: Path, urls: Sequence[str]) -> None:
@@ -202,11 +193,14 @@ async def keep_following(shared: Path, urls: Sequence[str]) -> None:
                     error = str(failure)
                     logger.warning("%s", failure)
                 report = FollowerReport(
-                    socket.gethostname(), list(urls), follower.number, str(follower.folder), error
+                    host=socket.gethostname(),
+                    urls=list(urls),
+                    number=follower.number,
+                    folder=str(follower.folder),
+                    error=error,
                 )
-                await asyncio.to_thread(
-                    write_atomic, report_path, json.dumps(asdict(report)).encode()
-                )
+                content = report.model_dump_json().encode()
+                await asyncio.to_thread(write_atomic, report_path, content)
             await asyncio.sleep(POLL_S)
     finally:
         report_path.unlink(missing_ok=True)
@@ -217,23 +211,11 @@ def read_reports(shared: Path) -> list[FollowerReport]:
     """The reports of all followers."""
     reports = []
     for path in sorted((shared / REPORTS).glob("*.json")):
-        try:
-            report = FollowerReport(**json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            # Its follower has just ended.
-            continue
-        # recovery: ignore the report; the transport names an engine that has no follower
-        except (OSError, ValueError, TypeError, RecursionError):
-            continue
-        if report.is_whole:
-            reports.append(report)
+        # recovery: ignore a report that is gone or invalid, since any user of the folder may write
+        # one; the transport names an engine that has no follower
+        with suppress(OSError, ValueError):
+            reports.append(FollowerReport.model_validate_json(path.read_bytes()))
     return reports
-
-
-def default_root() -> Path:
-    """The parent of local folders: shared memory if there is any, otherwise temporary files."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def make_home(shared: Path, root: Path) -> tuple[Path, int]:

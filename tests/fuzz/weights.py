@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from rlcore.errors import RunFailed
 from rlcore.hf_folder import find_tensors
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.weight_sync.delta_files import DeltaWriter
+from rollout.weight_sync.delta import DeltaSender
 from rollout.weight_sync.folders import WeightFolders
 from rollout.weight_sync.follower import REPORTS, Follower, FollowerReport, read_reports
 from tests.fuzz.harness import ACCEPTED, Case, Target
@@ -42,13 +41,13 @@ def publish(shared: Path, model: Path) -> dict[str, bytes]:
         torch.randint(0, 255, (bucket.num_bytes,), dtype=torch.uint8, generator=generator)
         for bucket in buckets
     ]
-    snapshot = None
+    sender = DeltaSender(folders)
     for number in range(NEWEST):
-        writer = DeltaWriter(folders, buckets, snapshot)
+        sender.open(None, buckets)
         for bucket, flat in zip(buckets, flats):
             flat[number : 40 + number : 7] += 1
-            writer.add(bucket, flat)
-        _, snapshot, _ = writer.finish()
+            sender.send(bucket, flat, lambda: None)
+        sender.finish()
     return dict(_bytes_of(buckets, flats))
 
 
@@ -71,9 +70,11 @@ def open_deltas() -> Iterator[Case]:
         (model / "config.json").write_text("{}")
         shared = Path(root) / "shared"
         wanted = publish(shared, model)
-        report = FollowerReport("node", ["http://127.0.0.1:1"], NEWEST, "/dev/shm/x")
+        report = FollowerReport(
+            host="node", urls=["http://127.0.0.1:1"], number=NEWEST, folder="/dev/shm/x"
+        )
         (shared / REPORTS).mkdir()
-        (shared / REPORTS / "node-1.json").write_text(json.dumps(asdict(report)))
+        (shared / REPORTS / "node-1.json").write_text(report.model_dump_json())
         files = sorted(path for path in shared.rglob("*") if path.is_file())
         contents = {path: path.read_bytes() for path in files}
 
