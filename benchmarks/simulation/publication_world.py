@@ -35,7 +35,7 @@ from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns
 from rollout.fleet.publication import WeightPublication
 from rollout.weight_sync import links
-from rollout.weight_sync.groups.link import Order
+from rollout.weight_sync.groups.sender import Order
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress
 from tests.static_participants import StaticParticipants

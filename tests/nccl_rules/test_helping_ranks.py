@@ -24,9 +24,8 @@ import pytest
 import torch
 
 from backends.megatron.weights import prefetch
-from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import EngineLink, Order
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.groups.sender import GroupSender, Order
+from rollout.weight_sync.links import EngineLink
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup
 
 BUCKETS = 8
@@ -169,14 +168,14 @@ class Publication:
 
     def rank_0(self) -> Callable[[int], None]:
         """What rank 0 does: it has the engine called, and sends as every rank."""
-        link = EngineLink(self, "gloo", Served(self.members[0], self.members[1:]), LIMIT_S)
+        link = EngineLink(self, "gloo", self.members, LIMIT_S)
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         send = self.sending_rank(0)
 
         def serve(index: int) -> None:
             indices = range(index, min(index + 2, BUCKETS))
-            call = asyncio.run_coroutine_threadsafe(link.send(indices, None), loop)
+            call = asyncio.run_coroutine_threadsafe(link.send(indices), loop)
             send(index)
             self.default[0].record_event().wait()  # rank 0 computes the bucket's digest
             assert call.result() is None

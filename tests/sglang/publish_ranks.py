@@ -45,7 +45,7 @@ from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.publication import WeightPublication
 from rollout.weight_sync.choose import make_sender
-from rollout.weight_sync.groups.assignment import SenderAssignment, Served
+from rollout.weight_sync.groups.assignment import SenderAssignment
 from tests.one_rank import calls_of
 from tests.parity.rank_main import joined, load_chunks
 from tests.parity.rank_main import payload as payload_of
@@ -121,8 +121,7 @@ def publish_as_a_run(
         loop, engine = engine_of(payload, model, config.rollout.engine.transport)
         # its first rank is on the last GPU of the trainer
         engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
-        served = Served(size - 1, tuple(range(size - 1)))
-        SenderAssignment.assign = lambda *_: served  # type: ignore[method-assign]
+        SenderAssignment.assign = lambda *_: (size - 1, *range(size - 1))  # type: ignore[method-assign]
         participants = StaticParticipants([engine])
         calls = calls_of(WeightPublication(config, participants), loop.loop)
         journal = VersionJournal(Path(payload["runs"]) / f"{kind}.jsonl", newest=version - 1)

@@ -9,21 +9,12 @@ helpers  other ranks of its machine that are also in the engine's process group,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import urlsplit
 
 from rlcore.interfaces import RankAddress
 from rollout.weight_sync.base import Engine
 from rollout.weight_sync.process_group import choose_backend, is_loopback
-
-
-@dataclass(frozen=True)
-class Served:
-    """The ranks of the trainer that are in the process group of an engine."""
-
-    sender: int
-    helpers: tuple[int, ...] = ()
 
 
 class SenderAssignment:
@@ -39,13 +30,16 @@ class SenderAssignment:
     def __init__(self, senders: int | None, rails: int | None) -> None:
         self._senders = senders
         self._rails = rails
-        self.served: dict[Engine, Served] = {}
+        # The trainer's ranks in the process group of each engine, the sender first.
+        self.served: dict[Engine, tuple[int, ...]] = {}
         self._reach_rank0: set[Engine] = set()  # engines that reach no other rank
 
     def assign(
         self, engine: Engine, gpu: str | None, engines: int, ranks: Sequence[RankAddress]
-    ) -> Served:
+    ) -> tuple[int, ...]:
         """Assign an engine to the ranks with the fewest engines, among those that reach it.
+
+        The sender comes first. It is rank 0, which has other work, only if that is alone.
 
         Args:
             gpu: the identity of the engine's GPU; None without a GPU of its own.
@@ -55,19 +49,25 @@ class SenderAssignment:
         Raises EngineFailed if the engine has lost its address.
         """
         if engine in self._reach_rank0:
-            self.served[engine] = Served(0)
+            self.served[engine] = (0,)
         if engine in self.served:
             return self.served[engine]
         count = self._senders or (1 if ranks[0].gpu is None else engines)
-        usable = [_on_one_host(share, ranks) for share in shares(len(ranks), count)]
+        usable = [
+            [rank for rank in share if ranks[rank].host == ranks[share[0]].host]
+            for share in shares(len(ranks), count)
+        ]
         if is_loopback(urlsplit(engine.url).hostname or ""):
             usable = [share for share in usable if ranks[share[0]].host == ranks[0].host]
         # The ranges of earlier engines may have been cut differently.
-        assigned = [{served.sender, *served.helpers} for served in self.served.values()]
-        busy = [sum(not used.isdisjoint(share) for used in assigned) for share in usable]
+        busy = [
+            sum(not set(share).isdisjoint(served) for served in self.served.values())
+            for share in usable
+        ]
         chosen = busy.index(min(busy))
         members = [] if busy[chosen] else self._members(engine, gpu, usable[chosen], ranks)
-        self.served[engine] = _served(members or usable[chosen][:1])
+        members = members or usable[chosen][:1]
+        self.served[engine] = tuple(sorted(members, key=lambda rank: rank == 0))
         return self.served[engine]
 
     def _members(
@@ -86,18 +86,7 @@ class SenderAssignment:
     def leave_to_rank0(self, engine: Engine) -> None:
         """Have rank 0 alone serve an engine that cannot reach its ranks, also after a restart."""
         self._reach_rank0.add(engine)
-        self.served[engine] = Served(0)
-
-
-def _served(ranks: Sequence[int]) -> Served:
-    """Make the first rank the sender; rank 0, which has other work, only if it is alone."""
-    first, *others = sorted(ranks, key=lambda rank: rank == 0)
-    return Served(first, tuple(others))
-
-
-def _on_one_host(share: range, ranks: Sequence[RankAddress]) -> list[int]:
-    """The ranks on the same machine as the first one."""
-    return [rank for rank in share if ranks[rank].host == ranks[share[0]].host]
+        self.served[engine] = (0,)
 
 
 def shares(world_size: int, count: int) -> list[range]:

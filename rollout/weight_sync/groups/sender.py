@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from rlcore.errors import RunFailed
 from rlcore.interfaces import BucketSender
 from rlcore.weights import Bucket
 from rollout.weight_sync.digests import Digest
-from rollout.weight_sync.groups.link import Order, read_address
 from rollout.weight_sync.process_group import (
+    Backend,
     GroupAddress,
     WeightGroup,
     close_late,
@@ -39,6 +39,29 @@ STOPPED_POLL_S = 0.02  # interval at which a waiting rank looks for a failure el
 # Engines and ranks may be a bucket ahead of each other, and then wait that long.
 BROADCAST_LIMIT_FACTOR = 3.0
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order for a rank to serve an engine, as its sender or as a helper."""
+
+    engine: str
+    url: str
+    ranks: int  # number of the engine's own ranks in the group
+    backend: Backend
+    group: str | None  # name of the engine's current group
+    trainer: Sequence[int]  # the trainer's ranks in the group, the sender first
+    rank: int = 0  # the recipient's rank in the group
+
+    def is_sent(self, bucket: Bucket, stopped: Mapping[str, int] | None) -> bool:
+        """Whether the engine still gets a bucket.
+
+        Args:
+            stopped: after a failure, the last bucket for which each remaining engine was called. An
+                engine waits in a broadcast until it has that bucket: neither gloo nor NCCL can
+                cancel the wait.
+        """
+        return stopped is None or bucket.index <= stopped.get(self.engine, -1)
 
 
 class GroupSender(BucketSender):
@@ -84,7 +107,10 @@ class GroupSender(BucketSender):
             return "it has no group"
         try:
             address, store = open_rendezvous(
-                order.url, order.others, order.backend, BROADCAST_LIMIT_FACTOR * self._timeout_s
+                order.url,
+                len(order.trainer) - 1 + order.ranks,
+                order.backend,
+                BROADCAST_LIMIT_FACTOR * self._timeout_s,
             )
         except (OSError, dist.DistError) as error:  # recovery: without this engine, by the caller
             return str(error)
@@ -203,3 +229,18 @@ class GroupSender(BucketSender):
         for engine in [*self._groups]:
             self._drop(engine)
         self._leave_joining()
+
+
+def read_address(answers: Mapping[int, Any], rank: int, engine: str) -> GroupAddress | str | None:
+    """Read the rendezvous of a rank and an engine.
+
+    Args:
+        answers: the results of `GroupSender.open`, by rank.
+
+    Returns None if the rank still has its last group with the engine, or the reason as a string if
+    it has no rendezvous.
+    """
+    address = answers[rank][engine]
+    if isinstance(address, str):
+        return f"rank {rank} cannot open a group with engine {engine}: {address}"
+    return None if address is None else GroupAddress(**address)

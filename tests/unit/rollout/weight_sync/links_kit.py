@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollout.weight_sync.groups.link import Order
+from rollout.weight_sync.groups.sender import Order
 from rollout.weight_sync.process_group import GroupAddress, WorkThread
 
 CPU = torch.device("cpu")

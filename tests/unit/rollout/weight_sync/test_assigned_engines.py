@@ -9,8 +9,7 @@ from links_kit import Engine
 
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import RankAddress
-from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import Order
+from rollout.weight_sync.groups.sender import Order
 from rollout.weight_sync.links import DistributedTransport
 
 
@@ -18,7 +17,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
     engines = [Engine(f"engine-{i}") for i in range(3)]
     transport = DistributedTransport(timeout_s=5.0, probe_s=5.0, senders=2)
     transport.ranks = [RankAddress("a"), RankAddress("b")]
-    transport._assignment.served = dict.fromkeys(engines, Served(1))
+    transport._assignment.served = dict.fromkeys(engines, (1,))
     assert asyncio.run(transport.open(engines, ())) == {}
     orders = transport.orders()
     assert orders.joins
@@ -30,7 +29,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
         for i in range(3)
     ]  # fmt: skip
     assert orders.ranks[0]["engines"] == [], "rank 0 digests all the same"
-    transport._assignment.served = dict.fromkeys(engines, Served(1, (0,)))
+    transport._assignment.served = dict.fromkeys(engines, (1, 0))
     transport._links = {}
     asyncio.run(transport.open(engines, ()))
     told = {
@@ -41,7 +40,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
         0: [1, 1, 1],
         1: [0, 0, 0],
     }
-    assert {one.others for one in told[1]} == {3}, "rank 0 and the engine's two"
+    assert {len(one.trainer) + one.ranks for one in told[1]} == {4}
 
 
 def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves() -> None:
@@ -56,10 +55,10 @@ def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves() -> None:
     engines = [OnGPU(f"engine-{i}") for i in range(3)]
     transport = DistributedTransport(timeout_s=5.0, probe_s=5.0, senders=3)
     transport.ranks = [RankAddress("a", f"GPU-{gpu}") for gpu in "abc"]
-    transport._assignment.served = {engine: Served(1 + i % 2) for i, engine in enumerate(engines)}
+    transport._assignment.served = {engine: (1 + i % 2,) for i, engine in enumerate(engines)}
     asyncio.run(transport.open(engines, ()))
     assert [link.backend for link in transport._links.values()] == ["gloo", "nccl", "gloo"]
-    kinds = [str(transport._order(engine)).partition(":")[0] for engine in engines]
+    kinds = [str(transport._links[engine].digest).partition(":")[0] for engine in engines]
     assert kinds == ["xxh3", "linear", "xxh3"], "GPUs compute only the second"
 
 
@@ -79,7 +78,7 @@ def test_an_engine_that_has_just_died_is_out_and_the_others_go_on() -> None:
         alive = Engine("engine-1")
         transport = DistributedTransport(timeout_s=5.0, probe_s=5.0, senders=2)
         transport.ranks = [RankAddress("a"), RankAddress("b")]
-        transport._assignment.served = {alive: Served(1)} | ({dead: Served(1)} if known else {})
+        transport._assignment.served = {alive: (1,)} | ({dead: (1,)} if known else {})
         failed = asyncio.run(transport.open([dead, alive], ()))
         why = "engine engine-0 cannot be reached: engine-0 (pid 7) died: killed by SIGKILL"
         assert failed == {dead: why}
@@ -90,11 +89,11 @@ def test_an_engine_that_does_not_reach_its_rank_goes_to_rank_0() -> None:
     engine = Engine()
     transport = DistributedTransport(timeout_s=5.0, probe_s=5.0, senders=2)
     transport.ranks = [RankAddress("a"), RankAddress("b")]
-    transport._assignment.served = {engine: Served(1)}
+    transport._assignment.served = {engine: (1,)}
     asyncio.run(transport.open([engine], ()))
     failed = asyncio.run(transport.join({1: {"engine-0": "no route to host"}}))
     assert list(failed) == [engine]
-    assert transport._assignment.served == {engine: Served(0)}
+    assert transport._assignment.served == {engine: (0,)}
     assert transport._links == {}
 
 
@@ -104,9 +103,9 @@ def test_an_engine_that_joins_later_is_assigned_as_if_it_had_been_there() -> Non
     late = Engine("late")
     transport = DistributedTransport(timeout_s=5.0, probe_s=5.0)
     transport.ranks = [RankAddress("a", "GPU-a"), RankAddress("b", "GPU-b")]
-    transport._assignment.served = {first: Served(0)}
+    transport._assignment.served = {first: (0,)}
     assert asyncio.run(transport.open([late], ())) == {}
-    assert transport._assignment.served == {first: Served(0), late: Served(1)}
+    assert transport._assignment.served == {first: (0,), late: (1,)}
 
 
 def test_the_ranks_of_an_engine_that_has_left_are_assigned_again() -> None:
@@ -120,7 +119,7 @@ def test_the_ranks_of_an_engine_that_has_left_are_assigned_again() -> None:
         transport.has_all_engines = False
         asyncio.run(transport.open([guest], ()))
         assert list(transport._assignment.served) == [stays, guest]
-        assert transport._assignment.served[guest].sender == 2
+        assert transport._assignment.served[guest][0] == 2
 
 
 def test_the_group_of_an_engine_that_has_left_is_known_no_more() -> None:

@@ -14,8 +14,7 @@ from links_kit import ADDRESS, CPU, FLAT, Group, group, order_for
 
 from rollout.weight_sync.digests import Digest, new_order
 from rollout.weight_sync.groups import sender as sender_module
-from rollout.weight_sync.groups.link import Order
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.groups.sender import GroupSender, Order
 from rollout.weight_sync.process_group import GroupAddress, WorkThread
 
 

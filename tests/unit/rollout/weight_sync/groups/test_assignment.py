@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from rlcore.interfaces import RankAddress
-from rollout.weight_sync.groups.assignment import SenderAssignment, Served, shares
+from rollout.weight_sync.groups.assignment import SenderAssignment, shares
 
 TWO_NODES = ["a"] * 2 + ["b"] * 2
 
@@ -44,7 +44,7 @@ def assigned(
     rails: int | None = None,
     gpus: int = 1,
     url: str = "http://10.0.0.9:30000",
-) -> list[Served]:
+) -> list[tuple[int, ...]]:
     """The ranks of each engine."""
     assignment = SenderAssignment(senders, rails)
     ranks = [
@@ -56,9 +56,9 @@ def assigned(
     return [assignment.served[engine] for engine in made]
 
 
-def senders(served: list[Served]) -> list[int]:
-    assert all(one.helpers == () for one in served)
-    return [one.sender for one in served]
+def senders(served: list[tuple[int, ...]]) -> list[int]:
+    assert all(len(one) == 1 for one in served)
+    return [one[0] for one in served]
 
 
 def test_engines_are_assigned_evenly() -> None:
@@ -76,26 +76,26 @@ def test_an_engine_on_loopback_is_served_from_rank_0s_machine() -> None:
 def test_an_engine_of_several_gpus_gets_the_ranks_that_have_nothing_else_to_do() -> None:
     """Rank 0, who calls the engines, helps instead of sending; a machine's ranks stay together."""
     nodes = ["a"] * 4 + ["b"] * 4
-    by_two = [Served(1, (0,)), Served(2, (3,)), Served(4, (5,)), Served(6, (7,))]
+    by_two = [(1, 0), (2, 3), (4, 5), (6, 7)]
     assert assigned(nodes, 4, on_gpu=True, gpus=8) == by_two
-    assert assigned(nodes, 2, on_gpu=True, gpus=8) == [Served(1, (2, 3, 0)), Served(4, (5, 6, 7))]
-    assert assigned(nodes, 1, on_gpu=True, gpus=8) == [Served(1, (2, 3, 0))]
-    assert assigned(nodes, 2, on_gpu=True, gpus=2) == [Served(1, (0,)), Served(4, (5,))]
+    assert assigned(nodes, 2, on_gpu=True, gpus=8) == [(1, 2, 3, 0), (4, 5, 6, 7)]
+    assert assigned(nodes, 1, on_gpu=True, gpus=8) == [(1, 2, 3, 0)]
+    assert assigned(nodes, 2, on_gpu=True, gpus=2) == [(1, 0), (4, 5)]
     assert senders(assigned(nodes, 2, on_gpu=True, gpus=1)) == [0, 4]
     assert senders(assigned(nodes, 2, on_gpu=True, gpus=8, rails=1)) == [0, 4]
     assert senders(assigned(nodes, 16, on_gpu=True, gpus=8)) == [*range(8)] * 2
 
 
 def test_ranks_help_over_gloo_only_where_that_is_asked_for() -> None:
-    assert assigned(TWO_NODES, 2, senders=2, gpus=8, rails=2) == [Served(1, (0,)), Served(2, (3,))]
+    assert assigned(TWO_NODES, 2, senders=2, gpus=8, rails=2) == [(1, 0), (2, 3)]
     assert senders(assigned(TWO_NODES, 2, senders=2, gpus=8)) == [0, 2]
 
 
 def test_a_second_engine_of_a_rank_has_no_helpers() -> None:
     """Two ranks in the same two groups could begin their broadcasts in different orders."""
     served = assigned(TWO_NODES, 4, senders=2, rails=2)
-    assert served[:2] == [Served(1, (0,)), Served(2, (3,))]
-    assert served[2:] == [Served(0), Served(2)]
+    assert served[:2] == [(1, 0), (2, 3)]
+    assert served[2:] == [(0,), (2,)]
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
@@ -108,7 +108,7 @@ def test_engines_that_come_later_share_one_rank_with_another_at_most(nodes: int,
         for number in range(first + 3):
             engine = Engine(f"http://10.0.0.{number + 1}:30000", gpus)
             assignment.assign(engine, "another", max(first, number + 1), ranks)
-        members = [{one.sender, *one.helpers} for one in assignment.served.values()]
+        members = [set(one) for one in assignment.served.values()]
         shared = [len(one & other) for one, other in combinations(members, 2)]
         assert max(shared) <= 1, (first, assignment.served.values())
 
@@ -117,11 +117,11 @@ def test_a_rank_on_the_gpu_of_an_engine_does_not_help() -> None:
     assignment = SenderAssignment(1, None)
     ranks = [RankAddress("a", f"gpu-{rank}") for rank in range(4)]
     engine = Engine("http://10.0.0.9:30000", 4)
-    assert assignment.assign(engine, "gpu-2", 1, ranks) == Served(1, (3, 0))
-    assert assignment.assign(engine, "another by now", 1, ranks) == Served(1, (3, 0)), "for good"
+    assert assignment.assign(engine, "gpu-2", 1, ranks) == (1, 3, 0)
+    assert assignment.assign(engine, "another by now", 1, ranks) == (1, 3, 0), "for good"
     assignment.leave_to_rank0(engine)
-    assert assignment.assign(engine, "gpu-2", 1, ranks) == Served(0)
+    assert assignment.assign(engine, "gpu-2", 1, ranks) == (0,)
     # it failed, so the next publication is without it, and it comes back
     assignment.keep_only([])
     assert assignment.served == {}
-    assert assignment.assign(engine, "gpu-2", 1, ranks) == Served(0)
+    assert assignment.assign(engine, "gpu-2", 1, ranks) == (0,)

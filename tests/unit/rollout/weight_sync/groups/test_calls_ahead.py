@@ -13,10 +13,8 @@ from patient_loop import LOOP_TIME, run_patiently
 
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.groups import link as links
-from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import EngineLink
-from rollout.weight_sync.links import DistributedTransport
+from rollout.weight_sync import links
+from rollout.weight_sync.links import DistributedTransport, EngineLink
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, WorkThread
 
 CPU = torch.device("cpu")
@@ -73,11 +71,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def start(link: EngineLink, index: int) -> asyncio.Task[str | None]:
     indices = [one.index for one in BUCKETS[index : index + 2]]
-    return asyncio.ensure_future(link.send(indices, None))
+    return asyncio.ensure_future(link.send(indices))
 
 
 def link_to(engine: Any, timeout_s: float = 5.0) -> EngineLink:
-    return EngineLink(engine, "gloo", Served(1), timeout_s)
+    return EngineLink(engine, "gloo", (1,), timeout_s)
 
 
 def test_the_next_call_is_posted_while_the_bytes_leave() -> None:
@@ -113,7 +111,7 @@ def test_each_publication_calls_again() -> None:
         engine = Engine()
         link = link_to(engine)
         for _ in range(2):
-            link.order()
+            link.begin({})
             assert link.last == -1
             engine.answers.clear()
             assert await start(link, 2) is None
