@@ -188,15 +188,8 @@ class WeightGroup:
         """Broadcast uint8 [n]; for rank 0."""
         self._broadcast(flat.to(self._group_device).contiguous())
 
-    def receive(self, num_bytes: int, into: Tensor | None = None) -> Tensor:
-        """Receive uint8 [num_bytes]; for the other ranks.
-
-        The bytes are written to `into` if it is on the group's device, otherwise to an internal
-        buffer, which the next call but one overwrites.
-        """
-        if into is not None and into.device.type == self._group_device.type:
-            self._broadcast(into)
-            return into
+    def receive(self, num_bytes: int) -> Tensor:
+        """Receive uint8 [num_bytes]; for the other ranks. The next call but one overwrites it."""
         self._buffers.reverse()
         if self._buffers[0].numel() < num_bytes:
             self._buffers[0] = torch.empty(num_bytes, dtype=torch.uint8, device=self._group_device)

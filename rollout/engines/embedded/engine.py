@@ -357,10 +357,6 @@ class EmbeddedEngine:
         self._check_paused("weights can be updated")
         self._started()[1].begin(buckets)
 
-    def landing(self, index: int) -> Tensor | None:
-        """The memory that bucket `index` may be received into without a copy: uint8 [bytes]."""
-        return self._started()[1].landing(index)
-
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
         """See `RolloutEngine.receive_bucket`."""
         if flat is None:

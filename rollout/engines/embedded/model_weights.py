@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,8 +11,6 @@ from rlcore.errors import ModelError
 from rlcore.quantised_weights import dequantised, unquantised
 from rlcore.weights import Bucket, TensorSpec, saved_buffers
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
-
-ALIGNMENT = 64  # bytes, as torch allocates: kernels of other alignments sum in another order
 
 
 class ModelWeights(WeightState):
@@ -26,12 +23,6 @@ class ModelWeights(WeightState):
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
         self._sizes: dict[UntypedStorage, int] = {}  # bytes of what is released
-        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._views = {name for name, tensor in self.tensors.items() if id(tensor) not in own}
-        # The layout that the memory follows ...
-        self._layout: tuple[Bucket, ...] | None = None
-        # ... bucket by bucket, uint8 [num_bytes]
-        self._landings: dict[int, Tensor] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Open an update. The engine is then stale.
@@ -43,37 +34,13 @@ class ModelWeights(WeightState):
         self._check_layout([spec for bucket in buckets for spec in unquantised(bucket)])
         self._buckets = tuple(buckets)
 
-    def landing(self, index: int) -> Tensor | None:
-        """The memory of bucket `index`, uint8 [num_bytes]: bytes received there need no copy.
-
-        After the first call the weights of a bucket are contiguous in this memory. Returns None if
-        that is impossible: a dtype that is not the engine's, experts that the model keeps stacked,
-        a tensor that would not be aligned, another layout than before.
-        """
-        bucket = self.bucket(index)
-        if self._layout is None:
-            self._layout = self._buckets
-        if self._layout != self._buckets:
-            return None
-        if index not in self._landings and self._can_land(bucket):
-            flat = torch.empty(
-                bucket.num_bytes,
-                dtype=torch.uint8,
-                device=self.tensors[bucket.tensors[0].name].device,
-            )
-            for name, view in bucket.views(flat):
-                self.tensors[name].data = view.copy_(self.tensors[name].data)
-            self._landings[index] = flat
-        return self._landings.get(index)
-
     def copy(self, index: int, flat: Tensor) -> None:
         """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype
         differs. Quantised matrices are turned back into the engine's dtype.
         """
-        if flat is not self._landings.get(index):
-            with torch.no_grad():
-                for name, tensor in dequantised(self.bucket(index).views(flat)):
-                    self.tensors[name].copy_(tensor)
+        with torch.no_grad():
+            for name, tensor in dequantised(self.bucket(index).views(flat)):
+                self.tensors[name].copy_(tensor)
         self.received(index)
 
     def release(self) -> None:
@@ -92,15 +59,6 @@ class ModelWeights(WeightState):
             storage.resize_(size)
         self._sizes = {}
         super().restore()
-
-    def _can_land(self, bucket: Bucket) -> bool:
-        starts = itertools.accumulate(spec.num_bytes for spec in bucket.tensors[:-1])
-        return all(start % ALIGNMENT == 0 for start in starts) and all(
-            spec.name in self.tensors
-            and spec.name not in self._views
-            and spec.torch_dtype == self.tensors[spec.name].dtype
-            for spec in bucket.tensors
-        )
 
     def _check_layout(self, specs: Sequence[TensorSpec]) -> None:
         given = {spec.name: spec for spec in specs}

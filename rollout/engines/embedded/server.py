@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 import torch
 from aiohttp import web
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_body
@@ -33,8 +34,9 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
 from rlcore.tls import server_context
+from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns, OutOfTurn
-from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
+from rollout.engines.embedded.client import decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.digests import Digest
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
@@ -69,7 +71,7 @@ class ServerConfig:
 
     def to_json(self) -> bytes:
         """Write what `main` reads."""
-        return orjson.dumps(self, default=lambda section: section.model_dump(mode="json"))
+        return TypeAdapter(ServerConfig).dump_json(self)
 
 
 class EngineServer:
@@ -80,8 +82,6 @@ class EngineServer:
         self._key = f"Bearer {key}"
         self._group: WeightGroup | None = None
         self._sizes: dict[int, int] = {}  # bucket index -> bytes
-        # The newest bucket: being received, or received last.
-        self._receiving: asyncio.Future[Tensor] | None = None
         # Copies the newest bucket into the model, and computes its digest.
         self._applying: asyncio.Future[None] | None = None
         self._digest: Digest | None = None  # of the current update's buckets
@@ -94,13 +94,13 @@ class EngineServer:
             "progress": lambda _: engine.progress(),
             "begin_update": self._begin_update,
             "receive_bucket": self._receive_bucket,
-            "received_digest": self._received_digest,
-            "end_update": self._end_update,
+            "received_digest": lambda _: self._received_digest(),
+            "end_update": lambda _: self._end_update(),
             "set_version": lambda body: engine.set_version(body["version"]),
-            "release_memory": self._release_memory,
+            "release_memory": lambda body: engine.release_memory(body["tags"]),
             "resume_memory": lambda body: engine.resume_memory(body["tags"]),
             "join_group": self._join_group,
-            "health": self._health,
+            "health": lambda _: self._health(),
         }
 
     async def serve(self, request: web.BaseRequest) -> web.Response:
@@ -142,7 +142,7 @@ class EngineServer:
         ]
 
     async def _begin_update(self, body: dict[str, Any]) -> None:
-        buckets = decode_buckets(body["buckets"])
+        buckets = TypeAdapter(list[Bucket]).validate_python(body["buckets"])
         self._turns.begin()
         # The bucket belongs to a cancelled update.
         await asyncio.gather(self._applied(), return_exceptions=True)
@@ -160,31 +160,26 @@ class EngineServer:
         )
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
-        """Answer when the bucket was received, into the model's memory or a buffer.
+        """Answer when the bucket was received.
 
         The bucket is copied into the model, and its digest computed, while the next one arrives;
         the next call reports a failure of that. Calls may arrive before the last one was answered.
         """
         try:
-            async with self._turns.take(body["index"]):
-                await self._receive(body)
+            async with self._turns.take(index := body["index"]):
+                if self._group is None:
+                    raise RunFailed(
+                        f"{self.engine.name}: is in no weight group; call join_group first"
+                    )
+                if index not in self._sizes:
+                    raise RunFailed(
+                        f"{self.engine.name}: bucket {index} is not in the layout of begin_update"
+                    )
+                flat = await asyncio.to_thread(self._group.receive, self._sizes[index])
+                await self._applied()
+                self._applying = asyncio.ensure_future(self._apply(index, flat, body.get("order")))
         except OutOfTurn as error:
             raise RunFailed(f"{self.engine.name}: {error}") from error
-
-    async def _receive(self, body: dict[str, Any]) -> None:
-        if self._group is None:
-            raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
-        if body["index"] not in self._sizes:
-            raise RunFailed(
-                f"{self.engine.name}: bucket {body['index']} is not in the layout of begin_update"
-            )
-        into = await asyncio.to_thread(self.engine.landing, body["index"])
-        self._receiving = asyncio.ensure_future(
-            asyncio.to_thread(self._group.receive, self._sizes[body["index"]], into)
-        )
-        flat = await self._receiving
-        await self._applied()
-        self._applying = asyncio.ensure_future(self._apply(body["index"], flat, body.get("order")))
 
     async def _apply(self, index: int, flat: Tensor, order: str | None) -> None:
         if order is not None:
@@ -193,11 +188,11 @@ class EngineServer:
             await asyncio.to_thread(self._digest.add, flat)
         await self.engine.receive_bucket(index, flat)
 
-    async def _received_digest(self, _: dict[str, Any]) -> str:
+    async def _received_digest(self) -> str:
         await self._applied()
         return "" if self._digest is None else self._digest.read()
 
-    async def _end_update(self, _: dict[str, Any]) -> None:
+    async def _end_update(self) -> None:
         await self._applied()
         await self.engine.end_update()
 
@@ -207,14 +202,7 @@ class EngineServer:
         if applying is not None:
             await applying
 
-    async def _release_memory(self, body: dict[str, Any]) -> None:
-        if self._receiving is not None and self._group is not None and not self._receiving.done():
-            # The receive of a cancelled update would keep writing into freed memory.
-            await asyncio.to_thread(self._group.close)
-            await asyncio.wait([self._receiving])
-        await self.engine.release_memory(body["tags"])
-
-    async def _health(self, _: dict[str, Any]) -> dict[str, Any]:
+    async def _health(self) -> dict[str, Any]:
         device = self.engine.device
         return {
             "name": self.engine.name,
@@ -277,9 +265,7 @@ async def serve(config: ServerConfig) -> None:
 def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    given = orjson.loads(sys.stdin.buffer.read())
-    tls = None if given["tls"] is None else TLSConfig(**given["tls"])
-    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"]), "tls": tls})
+    config = TypeAdapter(ServerConfig).validate_json(sys.stdin.buffer.read())
     follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
     if config.engine.threads is not None:

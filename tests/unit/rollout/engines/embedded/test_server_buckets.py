@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
-import time
 from typing import Any
 
 import orjson
@@ -29,8 +27,8 @@ class Group:
     received: int = 0
     buffers: tuple[torch.Tensor, ...] = tuple(torch.empty(16, dtype=torch.uint8) for _ in range(2))
 
-    def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        assert (num_bytes, into) == (16, None)
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        assert num_bytes == 16
         buffer = self.buffers[self.received % 2].fill_(self.received)
         self.received += 1
         return buffer
@@ -49,9 +47,6 @@ class Engine:
     async def begin_update(self, buckets: Any) -> None:
         self.applied = []
 
-    def landing(self, index: int) -> None:
-        return None
-
     async def receive_bucket(self, index: int, flat: torch.Tensor) -> None:
         await asyncio.wait_for(self.may_apply.wait(), 20)
         if self.fails:
@@ -62,9 +57,6 @@ class Engine:
     async def end_update(self) -> None:
         assert len(self.applied) == len(BUCKETS)
         self.ended = True
-
-    async def release_memory(self, tags: list[str]) -> None:
-        self.released = tags
 
     def __getattr__(self, verb: str) -> Any:
         return getattr(EmbeddedEngine, verb)
@@ -160,68 +152,3 @@ def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> N
         assert engine.ended
 
     asyncio.run(run())
-
-
-def test_a_bucket_is_received_where_its_weights_are() -> None:
-    place = torch.zeros(16, dtype=torch.uint8)
-    taken = []
-
-    class InPlace(Engine):
-        def landing(self, index: int) -> Any:
-            return place if index == 1 else None
-
-        async def receive_bucket(self, index: int, flat: torch.Tensor) -> None:
-            taken.append((index, flat))
-
-    class Anywhere(Group):
-        def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
-            return super().receive(num_bytes, None) if into is None else into.fill_(7)
-
-    async def run() -> None:
-        server = EngineServer(InPlace(), "key")  # type: ignore[arg-type]
-        server._group = Anywhere()  # type: ignore[assignment]
-        await begin(server)
-        for index in range(2):
-            await server.verbs["receive_bucket"]({"index": index})
-        await server._applied()
-
-    asyncio.run(run())
-    assert [index for index, _ in taken] == [0, 1]
-    assert taken[0][1] is not place
-    assert taken[1][1] is place
-    assert place.tolist() == [7] * 16
-
-
-def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
-    class Silent(Group):
-        closed = threading.Event()
-
-        def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
-            began.set()
-            assert self.closed.wait(20)
-            time.sleep(0.05)
-            order.append("received")
-            raise RunFailed("the weight group is closed")
-
-        def close(self) -> None:
-            self.closed.set()
-
-    began = threading.Event()
-    order: list[str] = []
-
-    async def run() -> None:
-        server, engine = serve()
-        await begin(server)
-        server._group = Silent()  # type: ignore[assignment]
-        receiving = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 0}))
-        while not began.is_set():
-            await asyncio.sleep(0.005)
-        # the trainer gave this update up
-        await asyncio.wait_for(server.verbs["release_memory"]({"tags": ["weights"]}), 20)
-        order.append("released")
-        assert engine.released == ["weights"]
-        with pytest.raises(RunFailed):
-            await receiving
-
-    asyncio.run(run())
-    assert order == ["received", "released"]
