@@ -1,15 +1,8 @@
 """From `rollout.engine.kind` to the engines of a run: the facts and the factory of a kind.
 
 The table of kinds is `KINDS` in `rlcore/config/engine_registry.py`, since a configuration is
-checked without importing an engine. To add a kind to this repository:
-
-1. a folder next to this file, with a `rlcore.interfaces.RolloutEngine` and its `HostedFactory`;
-2. a row of `KINDS`: its facts (`EngineKind`), which code reads instead of comparing names, and the
-   import path of its factory;
-3. a test that `rollout.engines.testing.check_engine` accepts its engines.
-
-For an engine of another package, named by its import path, one class is both: it has the facts in
-its attribute `kind`, and the class method `build`.
+checked without importing an engine. For an engine of another package, named by its import path, one
+class is both: it has the facts in its attribute `kind`, and the class method `build`.
 """
 
 from __future__ import annotations

@@ -45,39 +45,68 @@ class SGLangFactory:
     def build_servers(cls, site: EngineSite, keys: Keys) -> list[ManagedServer]:
         """Return `rollout.engine.count` servers, not started."""
         return [
-            _managed_server(
-                site.config,
-                index,
-                logs=site.logs,
-                gpus=gpus,
-                on_gpu=bool(gpus),
-                keys=keys,
-                node=site.node,
+            cls.build_server(
+                site.config, index, logs=site.logs, gpus=gpus, keys=keys, node=site.node
             )
             for index, gpus in enumerate(site.assign_gpus())
         ]
 
     @classmethod
     def build_server(
-        cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
+        cls,
+        config: Config,
+        index: int,
+        *,
+        logs: Path,
+        gpus: Sequence[str],
+        keys: Keys,
+        node: EngineNode | None = None,
     ) -> ManagedServer:
-        """See `HostedFactory`."""
-        on_gpu = torch.cuda.is_available()
-        return _managed_server(config, index, logs=logs, gpus=gpus, on_gpu=on_gpu, keys=keys)
+        """See `HostedFactory`; `node` is this machine's part of a server on several machines."""
+        engine = config.rollout.engine
+        on_gpu = bool(gpus) or (engine.device != "cpu" and torch.cuda.is_available())
+        # Arguments that the rest of the configuration requires.
+        needed = {
+            "enable_return_routed_experts": config.policy.routing_replay == "engine",
+            # On a CPU there is no memory to release.
+            "enable_memory_saver": engine.colocated and on_gpu,
+        }
+        return ManagedServer(
+            engine_name(index),
+            config.model.path,
+            config=engine,
+            dtype=config.model.dtype,
+            tokenizer=config.model.tokenizer,
+            log=engine_log(logs, index),
+            keys=keys,
+            gpus=gpus,
+            arguments={name: True for name, is_needed in needed.items() if is_needed},
+            tls=config.cluster.tls,
+            node=node,
+        )
 
     @classmethod
     def build_clients(
         cls, config: Config, servers: Sequence[Server], *, keys: Keys
     ) -> list[SGLangEngine]:
-        """See `HostedFactory`. Raises ModelError for a model that SGLang would serve with another
-        head.
+        """See `HostedFactory`.
+
+        Raises ModelError for a model with tied embeddings for which SGLang makes a separate head,
+        which no publication would write.
         """
-        _check_head(config.model.path)
-        engine = config.rollout.engine
+        model = read_config(config.model.path)
+        family = model.get("model_type")
+        if model.get("tie_word_embeddings") and family in UNTIED:
+            raise ModelError(
+                f"model.path: {config.model.path} says tie_word_embeddings, which SGLang {VERSION}"
+                f" does not read for {family}: its head would be another one, of random numbers."
+                " Take a folder with a head (`rlcore init-model --no-tied`), or"
+                " rollout.engine.kind: embedded"
+            )
         return [
             SGLangEngine(
                 server,
-                config=engine,
+                config=config.rollout.engine,
                 keys=keys,
                 model_path=config.model.path,
                 tls=config.cluster.tls,
@@ -99,48 +128,3 @@ class SGLangFactory:
         )
         [engine] = cls.build_clients(config, [server], keys=keys)
         return engine
-
-
-def _check_head(folder: str) -> None:
-    """Refuse a model with tied embeddings for which SGLang makes a separate head, which no
-    publication would write.
-    """
-    config = read_config(folder)
-    family = config.get("model_type")
-    if config.get("tie_word_embeddings") and family in UNTIED:
-        raise ModelError(
-            f"model.path: {folder} says tie_word_embeddings, which SGLang {VERSION} does not read"
-            f" for {family}: its head would be another one, of random numbers. Take a folder with a"
-            " head (`rlcore init-model --no-tied`), or rollout.engine.kind: embedded"
-        )
-
-
-def _managed_server(
-    config: Config,
-    index: int,
-    *,
-    logs: Path,
-    gpus: Sequence[str],
-    on_gpu: bool,
-    keys: Keys,
-    node: EngineNode | None = None,
-) -> ManagedServer:
-    # Arguments that the rest of the configuration requires.
-    needed = {
-        "enable_return_routed_experts": config.policy.routing_replay == "engine",
-        # On a CPU there is no memory to release.
-        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
-    }
-    return ManagedServer(
-        engine_name(index),
-        config.model.path,
-        config=config.rollout.engine,
-        dtype=config.model.dtype,
-        tokenizer=config.model.tokenizer,
-        log=engine_log(logs, index),
-        keys=keys,
-        gpus=gpus,
-        arguments={name: True for name, is_needed in needed.items() if is_needed},
-        tls=config.cluster.tls,
-        node=node,
-    )

@@ -117,7 +117,15 @@ class ManagedServer(ChildServer):
             raise ConfigError(str(problem))
         # Check the model here, since the server would bury the error in a long log.
         folder_vocab_size(model_path)
-        check_quantised(config, model_path)
+        family = read_config(model_path).get("model_type")
+        load_format = server_argument(config, "load_format")
+        # SGLang cannot load other quantised models a second time.
+        if load_format == FLASH_RL and family not in FLASH_RL_FAMILIES:
+            raise ConfigError(
+                f"rollout.engine.server.load_format: got {load_format!r} for a model of type"
+                f" {family}, but with it SGLang publishes only into"
+                f" {' and '.join(FLASH_RL_FAMILIES)}: leave it and the quantization out"
+            )
         super().__init__(name, log)
         self.model_path = os.path.abspath(model_path)
         self.config = config
@@ -127,7 +135,21 @@ class ManagedServer(ChildServer):
         self._nccl_checked = False
         self._dtype = dtype
         self.gpus = tuple(gpus)
-        self._arguments = dict(arguments or {}) | tls_arguments(tls) | node_arguments(node)
+        self._arguments = dict(arguments or {})
+        if tls is not None:
+            # Check the files here, since SGLang would end with a traceback.
+            server_context(tls)
+            self._arguments |= {
+                "ssl_certfile": os.path.abspath(str(tls.certificate_file)),
+                "ssl_keyfile": os.path.abspath(str(tls.key_file)),
+                "ssl_ca_certs": os.path.abspath(tls.ca_file),
+            }
+        if node is not None:
+            self._arguments |= {
+                "nnodes": node.nodes,
+                "node_rank": node.rank,
+                "dist_init_addr": node.head,
+            }
         self._node = node
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
 
@@ -148,7 +170,8 @@ class ManagedServer(ChildServer):
                 `rollout.engine.start_timeout_s`; with the last lines of its log.
         """
         await self.kill()
-        if self._takes_nccl and not self._nccl_checked:
+        on_gpu = self.device == "cuda" and torch.cuda.is_available()
+        if on_gpu and in_weight_group(self.config) and not self._nccl_checked:
             await check_nccl(self.python)
             self._nccl_checked = True
         with held_ports(self.config.host, port, 0) as (port, nccl_port):
@@ -160,12 +183,6 @@ class ManagedServer(ChildServer):
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"{'https' if 'ssl_certfile' in self._arguments else 'http'}://{host}:{port}"
-
-    @property
-    def _takes_nccl(self) -> bool:
-        """Whether weights come to this server over NCCL, as far as is known before it runs."""
-        on_gpu = self.device == "cuda" and torch.cuda.is_available()
-        return on_gpu and in_weight_group(self.config)
 
     def command_line(self, port: int, nccl_port: int) -> list[str]:
         """Make the arguments of `sglang.launch_server`, which checks names and values itself.
@@ -279,26 +296,6 @@ async def _asked(python: str) -> Interpreter:
     return found
 
 
-def tls_arguments(tls: TLSConfig | None) -> dict[str, str]:
-    """Make SGLang's arguments for TLS. Raises ConfigError if the files do not match."""
-    if tls is None:
-        return {}
-    # Check the files here, since SGLang would end with a traceback.
-    server_context(tls)
-    return {
-        "ssl_certfile": os.path.abspath(str(tls.certificate_file)),
-        "ssl_keyfile": os.path.abspath(str(tls.key_file)),
-        "ssl_ca_certs": os.path.abspath(tls.ca_file),
-    }
-
-
-def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Make SGLang's arguments for this machine's part of a server."""
-    if node is None:
-        return {}
-    return {"nnodes": node.nodes, "node_rank": node.rank, "dist_init_addr": node.head}
-
-
 def node_environment(node: EngineNode) -> dict[str, str]:
     """Variables for the rendezvous of this machine's ranks with the others, and for their address.
 
@@ -344,18 +341,6 @@ def quantised_arguments(override: Any) -> dict[str, Any]:
         "load_format": "dummy",
         "json_model_override_args": {**given, "quantization_config": dict(QUANTIZATION_CONFIG)},
     }
-
-
-def check_quantised(config: EngineConfig, model_path: str) -> None:
-    """Raise ConfigError for a quantised model that SGLang cannot load a second time."""
-    family = read_config(model_path).get("model_type")
-    load_format = server_argument(config, "load_format")
-    if load_format == FLASH_RL and family not in FLASH_RL_FAMILIES:
-        raise ConfigError(
-            f"rollout.engine.server.load_format: got {load_format!r} for a model of type {family},"
-            f" but with it SGLang publishes only into {' and '.join(FLASH_RL_FAMILIES)}: leave it"
-            " and the quantization out"
-        )
 
 
 def engine_python(config: EngineConfig) -> str:
