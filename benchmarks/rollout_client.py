@@ -31,9 +31,9 @@ from report import QUIET_CORES, machine
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rollout.engines.factories import Keys
+from rollout.engines.server_client import ServerClient
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.generation import Generation, encode
-from rollout.engines.sglang.http import ServerClient
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 

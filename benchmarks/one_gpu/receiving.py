@@ -13,7 +13,7 @@ import torch
 from one_gpu.section import Found
 
 from rlcore.weights import fingerprint
-from rollout.engines.sglang.patches.weight_updates import ReceivingStream, whole
+from rollout.engines.sglang.patches import ReceivingStream, whole
 from rollout.weight_sync.digests import Digest, new_order
 from rollout.weight_sync.process_group import WeightGroup
 

@@ -23,10 +23,10 @@ from rlcore.errors import EngineFailed
 from rollout.engines.checks import ExpertLayers
 from rollout.engines.embedded.client import RemoteEngine, encode_completion
 from rollout.engines.factories import Keys
+from rollout.engines.server_client import ServerClient
+from rollout.engines.sglang.answers import Limits
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.generation import Generation
-from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease

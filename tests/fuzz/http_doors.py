@@ -13,7 +13,7 @@ from rlcore.errors import EngineFailed, UserError
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.http import ServerClient
+from rollout.engines.server_client import ServerClient
 from rollout.gateway.server import Gateway
 from rollout.json_client import JsonClient, NoAnswer
 from tests.fuzz.engine_answers import Known

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.engines.sglang.server_process import ManagedServer
 from rollout.fleet.engine_states import State
 from rollout.service import RolloutService
@@ -88,17 +88,15 @@ class FaultInjector:
     asked: set[int] = field(default_factory=set)  # steps
 
     def install(
-        self, patch: pytest.MonkeyPatch, servers: type[RemoteEngine] | type[ManagedServer]
+        self, patch: pytest.MonkeyPatch, servers: type[EmbeddedServer] | type[ManagedServer]
     ) -> None:
         """Patch the service and the start of `servers`: a proxy stands before each."""
         original_next = RolloutService.next_step
-        original_start: Callable[[Any], Awaitable[str | None]] = servers.start
+        original_start: Callable[[Any], Awaitable[str]] = servers.start
 
         async def started(server: Any) -> str:
-            url = await original_start(server)
-            proxy = self.proxies[server.name] = Proxy(url or server.url)
-            server.url = await proxy.start()
-            return str(server.url)
+            proxy = self.proxies[server.name] = Proxy(await original_start(server))
+            return await proxy.start()
 
         def next_step(service: RolloutService, step: int) -> Any:
             if step not in self.asked:  # a fault hits the step that it was planned for

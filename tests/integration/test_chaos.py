@@ -14,7 +14,7 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.trainer.sender_ranks import PublicationCalls, SenderRanks
 from rollout.accounting.audit import audit
 from rollout.collection import attempts
-from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.service import RolloutService
 
 STEPS = 11
@@ -50,7 +50,7 @@ def conversations(how: str) -> str:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> FaultInjector:
     faults = FaultInjector(dict(PLAN), settle=STEPS)  # type: ignore[arg-type]
-    faults.install(monkeypatch, RemoteEngine)
+    faults.install(monkeypatch, EmbeddedServer)
     return faults
 
 
@@ -94,7 +94,7 @@ def test_when_all_engines_die_the_run_saves_what_it_has(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = FaultInjector({4: (None, "SIGKILL")}, hit_s=0)
-    faults.install(monkeypatch, RemoteEngine)
+    faults.install(monkeypatch, EmbeddedServer)
     given = (*TWO, "training.steps=6", "rollout.engine.restart={limit: 0}")
     run = workspace.train("doomed", *given)
     assert run.code == 1

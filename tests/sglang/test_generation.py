@@ -20,8 +20,8 @@ from rlcore.data.generation import Completion, GenerateRequest, SamplingParams, 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
 from rollout.asyncio_utils import gather_or_cancel
+from rollout.engines.server_client import ServerClient
 from rollout.engines.sglang.generation import Generation, encode
-from rollout.engines.sglang.http import ServerClient
 
 VERSION = 7
 # times the initial embedding: its logits would be nearly uniform, and temperatures hardly tell

@@ -15,7 +15,7 @@ from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError, UserError
 from rlcore.tls import check_files, client_context, server_context
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.http import ServerClient
+from rollout.engines.server_client import ServerClient
 from rollout.json_client import JsonClient, NoAnswer
 from tests.certificates import Authority
 

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import aiohttp
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlcore.boundary.http_server import TooLong
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import (
@@ -26,7 +24,6 @@ from rlcore.data.generation import (
     SamplingParams,
 )
 from rlcore.data.sample import SamplingMasks, VersionSpan, decode_experts, encode_experts
-from rlcore.deadlines import ENGINE_GRACE_S
 from rlcore.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -36,11 +33,11 @@ from rlcore.errors import (
     RunFailed,
     UserError,
 )
-from rlcore.tls import engine_client, refused_engine
-from rlcore.weights import Bucket, TensorSpec
+from rlcore.weights import Bucket
 from rollout.engines.checks import ExpertLayers, check_records, check_versions
 from rollout.engines.child_process import Server
-from rollout.json_client import read_answer
+from rollout.engines.factories import Keys
+from rollout.engines.server_client import CONTROL_BYTES, Limit, ServerClient, explained
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 
@@ -51,9 +48,7 @@ ERRORS: dict[str, type[RlcoreError]] = {
     DeadlineExceeded.__name__: EngineHangs,
 }
 COMPLETIONS_BYTES = 1 << 30  # limit of an answer with completions, and of requests at the server
-CONTROL_BYTES = 64 << 20  # limit of any other answer
-# The keys of `rollout.engine` that limit verbs; other verbs have `update_timeout_s`.
-LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
+PROBES = ("health", "progress")  # the verbs that `health_timeout_s` limits
 
 
 class RemoteEngine:
@@ -86,7 +81,7 @@ class RemoteEngine:
         self._key = key
         self._experts = experts
         self._server = server
-        self._session: aiohttp.ClientSession | None = None
+        self._client: ServerClient | None = None
         # Calls of `generate` in flight.
         self._generating = 0
         self._version: int | None = None  # of the newest weights
@@ -99,15 +94,13 @@ class RemoteEngine:
 
     async def start(self) -> None:
         """Start the process. Raises RunFailed or DeadlineExceeded with the end of its log."""
-        if self._session is not None:
+        if self._client is not None:
             return
         self.url = await self._server.start()
         self.in_group = None
         self._version = None
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._key}"},
-            connector=aiohttp.TCPConnector(ssl=engine_client(self._tls, self.url)),
-        )
+        keys = Keys(self._key, admin="")
+        self._client = VerbClient(self.name, self.url, keys, config=self.config, tls=self._tls)
         await self.health()
 
     async def close(self) -> None:
@@ -121,10 +114,10 @@ class RemoteEngine:
         await self._server.kill()
 
     async def _hang_up(self) -> None:
-        session = self._session
-        self._session = None
-        if session is not None:
-            await session.close()
+        client = self._client
+        self._client = None
+        if client is not None:
+            await client.close()
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
@@ -230,79 +223,41 @@ class RemoteEngine:
 
         Raises the server's own error, EngineFailed if it died or its answer is bad, EngineHangs.
         """
-        session = self._session
-        ended = self._server.ended
-        if session is None or session.closed or ended is None:
+        if self._client is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
-        key = LIMITS.get(verb, "update_timeout_s")
-        timeout_s: float | None = getattr(self.config, key)
+        limit: Limit | None = "health_timeout_s" if verb in PROBES else "update_timeout_s"
         if verb == "generate" or (verb == "pause" and self._generating):
             # The call takes as long as its requests, whose time the caller limits.
-            timeout_s = None
-        if verb == "receive_bucket":
-            timeout_s = CALLS_AT_ONCE * self.config.update_timeout_s
-        request = asyncio.ensure_future(self._post(session, verb, body or {}))
+            limit = None
         try:
-            limit_s = timeout_s
-            if limit_s is not None and verb not in LIMITS:
-                limit_s += ENGINE_GRACE_S
-            await asyncio.wait(
-                {request, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            answer = await self._client.post(
+                f"/{verb}",
+                body or {},
+                limit=limit,
+                times=CALLS_AT_ONCE if verb == "receive_bucket" else 1,
+                answer_bytes=COMPLETIONS_BYTES if verb == "generate" else CONTROL_BYTES,
             )
-            if not request.done() and not ended.done():
-                raise EngineHangs(
-                    f"engine {self.name} (pid {self.pid}) did not answer /{verb} within"
-                    f" {timeout_s:g} s (rollout.engine.{key})"
-                )
-            if ended.done():
-                raise self._death(verb)
-            return request.result()
-        except aiohttp.ClientError as error:
-            if (why := refused_engine(error, self.url, self._tls)) is not None:
-                raise UserError(f"engine {self.name}: {why}") from error
-            # A process that is killed drops its connections a moment before it is seen dead.
-            await asyncio.wait({ended}, timeout=1.0)
-            if ended.done():
-                raise self._death(verb) from None
+            return answer["result"]
+        except EngineFailed as error:
+            raise await explained(error, self._server) from error
+        except (LookupError, TypeError) as error:
             raise EngineFailed(
-                f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}"
+                f"engine {self.name}: /{verb} was answered with nonsense: {error!r}"
             ) from error
-        finally:
-            if not request.done():
-                request.cancel()
-            elif not request.cancelled():
-                # Retrieve the error; the end of the process is reported instead.
-                request.exception()
 
-    def _death(self, verb: str) -> EngineFailed:
-        return EngineFailed(
-            f"engine {self.name} (pid {self.pid}) died during /{verb}:"
-            f" {self._server.describe_end()}"
-        )
 
-    async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
-        # `_call` has the deadline.
-        unlimited = aiohttp.ClientTimeout(total=None)
-        async with session.post(
-            f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
-        ) as response:
-            limit = COMPLETIONS_BYTES if verb == "generate" else CONTROL_BYTES
-            try:
-                raw = await read_answer(response, limit)
-            except TooLong as error:
-                said = f"/{verb} was answered with {error}, which no answer to it has"
-                raise EngineFailed(f"engine {self.name}: {said}") from error
-            status = response.status
+class VerbClient(ServerClient):
+    """Raises the errors of an embedded engine's server as what they are there."""
+
+    def _refusal(self, route: str, status: int, content: bytes) -> RlcoreError:
         try:
-            answer = orjson.loads(raw)
-            if "result" in answer:
-                return answer["result"]
+            answer = orjson.loads(content)
             kind = ERRORS.get(answer["type"], EngineFailed)
             text = str(answer["error"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            said = f"/{verb} was answered with nonsense (HTTP {status}): {raw[:80]!r}"
-            raise EngineFailed(f"engine {self.name}: {said}") from None
-        raise kind(text if self.name in text else f"engine {self.name}: {text}")
+            kind = EngineFailed
+            text = f"{route} was answered with nonsense (HTTP {status}): {content[:80]!r}"
+        return kind(text if self.name in text else f"engine {self.name}: {text}")
 
 
 # --- requests and answers as JSON -----------------------------------------------------------------
@@ -385,17 +340,3 @@ def decode_completion(value: dict[str, Any]) -> Completion:
         None if routed is None else decode_experts(routed),
         value["cached_tokens"],
     )
-
-
-def decode_buckets(value: list[Any]) -> list[Bucket]:
-    """Decode the layout of an update, which orjson wrote."""
-    return [
-        Bucket(
-            bucket["index"],
-            tuple(
-                TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"])
-                for spec in bucket["tensors"]
-            ),
-        )
-        for bucket in value
-    ]

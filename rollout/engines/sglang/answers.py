@@ -1,25 +1,96 @@
-"""Decodes answers of a server: completions of /generate, digests of an update.
+"""The limits of a server, and its answers: completions of /generate, digests of an update.
 
-A completion that does not fit its request is refused, so that nothing of it is trained on.
+The dispatcher refuses a completion that does not fit its request (`checks.check_completion`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 from array import array
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.generation import Completion, GenerateRequest
-from rlcore.data.sample import MAX_LOGPROB, Experts, FinishReason, SamplingMasks, VersionSpan
+from rlcore.config.engine_registry import SGLANG_ANSWER_RESERVE
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed
-from rollout.engines.sglang.limits import Limits, asks_sampling_mask
+from rollout.engines.checks import ExpertLayers, folder_vocab_size
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+
+# Generous limits of the bytes of JSON for a completion's frame, a token with its text and log-prob,
+# a token in a sampling mask, and an expert.
+FRAME_BYTES = 1 << 16
+TOKEN_BYTES = 1 << 10
+MASK_BYTES = 12
+EXPERT_BYTES = 6
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes and reports."""
+
+    vocab_size: int
+    prompt_tokens: int  # the longest prompt
+    total_tokens: int  # the longest prompt and response together
+    sampling_mask_tokens: int  # the largest sampling mask that it reports
+    experts: ExpertLayers | None = None  # None if it reports no experts
+
+    @classmethod
+    def of(cls, server_info: Any, model_path: str, engine: str) -> Limits:
+        """Read the limits from the answer of /server_info and the model's folder.
+
+        This may take seconds for a model with experts. Raises EngineFailed if the server is not
+        sglang 0.5.23.
+        """
+        try:
+            longest = int(server_info["max_req_input_len"])
+            keep = int(server_info["sampling_mask_max_tokens"])
+            reports_experts = bool(server_info["enable_return_routed_experts"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise no_sglang(engine, error) from error
+        experts = ExpertLayers.of(model_path) if reports_experts else None
+        return cls(
+            folder_vocab_size(model_path),
+            longest - 1,
+            longest + SGLANG_ANSWER_RESERVE,
+            keep,
+            experts,
+        )
+
+
+def answer_bytes(request: GenerateRequest, limits: Limits) -> int:
+    """The bytes of the longest answer to a request."""
+    sampling = request.sampling
+    token = TOKEN_BYTES
+    if asks_sampling_mask(sampling):
+        token += MASK_BYTES * limits.sampling_mask_tokens
+    each = FRAME_BYTES + token * sampling.max_new_tokens
+    if sampling.routed_experts and limits.experts is not None:
+        experts = limits.experts.num_layers * limits.experts.topk
+        each += EXPERT_BYTES * experts * (len(request.prompt) + sampling.max_new_tokens)
+    return request.n * each
+
+
+def no_sglang(engine: str, error: Exception) -> EngineFailed:
+    """The error for a server whose /server_info lacks the entry that `error` names."""
+    return EngineFailed(
+        f"engine {engine}: its /server_info is not that of sglang 0.5.23: {type(error).__name__}:"
+        f" {error}"
+    )
+
+
+def asks_sampling_mask(sampling: SamplingParams) -> bool:
+    """Whether SGLang is asked for sampling masks: some may be smaller than the vocabulary."""
+    return (
+        sampling.sampling_mask
+        and sampling.temperature > 0
+        and (sampling.top_p < 1 or sampling.top_k > 0)
+    )
 
 
 def decode(
@@ -62,84 +133,60 @@ def _completion(
 ) -> Completion:
     """The tokens that follow the prefix of response number `place` of the request."""
     meta = part["meta_info"]
-    sampling = request.sampling
-    before = len(request.made(place))
-    tokens = _tokens(part["output_ids"], limits.vocab_size)
+    ids = part["output_ids"]
+    tokens = _tokens(ids)
     made = len(tokens)
     reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {reason!r}, expected stop, length or abort")
-    if before + made > sampling.max_new_tokens or (made == 0 and reason != "abort"):
-        raise ValueError(f"{made} tokens, expected 1 to {sampling.max_new_tokens - before}")
     matched = meta["finish_reason"].get("matched")
     if reason == "stop" and isinstance(matched, int) and tokens[-1] != matched:
         raise ValueError(
             f"it reports a stop at token {matched}, but the last token is {tokens[-1]}"
         )
-    logprobs = _logprobs(meta.get("output_token_logprobs") or [], part["output_ids"])
+    # Each row is log-prob, token, text.
+    rows = meta.get("output_token_logprobs") or []
+    if [row[1] for row in rows] != ids:
+        raise ValueError(f"log-probs of {len(rows)} tokens that are not the {made} of the response")
+    logprobs = _logprobs([row[0] for row in rows])
+    sampling = request.sampling
     sets = None
     if sampling.sampling_mask:
         sets = SamplingMasks.whole(made)
         if made and asks_sampling_mask(sampling):
-            sets = _sampling_mask(meta["output_token_sampling_mask"], tokens, limits.vocab_size)
-            logprobs = _finite(meta["output_token_sampling_logprobs"], made)
-    experts = (
-        _experts(meta, limits, len(request.prompt) + before, made)
-        if sampling.routed_experts
-        else None
-    )
+            # The whole vocabulary is stored as an empty set.
+            ordered = [
+                [] if len(row) == limits.vocab_size else sorted(row)
+                for row in meta["output_token_sampling_mask"]
+            ]
+            counts = np.array([len(row) for row in ordered], dtype=np.int32)
+            sets = SamplingMasks(_tokens([token for row in ordered for token in row]), counts)
+            logprobs = _logprobs(meta["output_token_sampling_logprobs"])
+    experts = None
+    if sampling.routed_experts:
+        given = len(request.prompt) + len(request.made(place))
+        experts = _experts(meta, limits, given, made)
     return Completion(
         tokens,
         logprobs,
         cast(FinishReason, reason),
-        _spans(meta["weight_versions"], made, mark),
+        # Our publication numbers. An engine without a version reports `default`, which is refused.
+        tuple(
+            VersionSpan(_number(span["version"], mark), span["start"], span["end"])
+            for span in meta["weight_versions"]
+            if span["end"] > span["start"]
+        ),
         sets,
         experts,
         meta.get("cached_tokens"),
     )
 
 
-def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    # array() refuses fractions, which numpy would round. array, min and max are fast for short
-    # responses.
-    tokens = np.frombuffer(array("i", ids), dtype=np.int32) if ids else NO_TOKENS
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"tokens from {min(ids)} to {max(ids)} of a vocabulary of {vocab_size}")
-    return tokens
+def _tokens(ids: list[int]) -> NDArray[np.int32]:
+    # array() refuses fractions, which numpy would round, and is fast for short responses.
+    return np.frombuffer(array("i", ids), dtype=np.int32) if ids else NO_TOKENS
 
 
-def _logprobs(rows: list[Any], ids: list[int]) -> NDArray[np.float32]:
-    """Read `[[logprob, token, text], ...]`, which has one row for each of `ids`."""
-    if [row[1] for row in rows] != ids:
-        raise ValueError(
-            f"log-probs of {len(rows)} tokens that are not the {len(ids)} of the response"
-        )
-    return _finite([row[0] for row in rows], len(ids))
-
-
-def _finite(values: list[float], count: int) -> NDArray[np.float32]:
-    if len(values) != count:
-        raise ValueError(f"{len(values)} log-probs, expected {count}")
-    if values and not (math.isfinite(sum(values)) and max(values) <= MAX_LOGPROB):
-        raise ValueError(
-            f"log-probs from {min(values)} to {max(values)}, expected finite ones up to 0"
-        )
+def _logprobs(values: list[float]) -> NDArray[np.float32]:
     return np.frombuffer(array("f", values), dtype=np.float32) if values else NO_LOGPROBS
-
-
-def _sampling_mask(
-    rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int
-) -> SamplingMasks:
-    """Read a set of tokens for each token made. The whole vocabulary is stored as an empty set."""
-    ordered = [[] if len(row) == vocab_size else sorted(row) for row in rows]
-    counts = np.array([len(row) for row in ordered], dtype=np.int32)
-    sets = SamplingMasks(_tokens([token for row in ordered for token in row], vocab_size), counts)
-    if len(counts) != len(tokens) or len(sets.missing(tokens)):
-        raise ValueError(
-            f"{len(counts)} keep-sets for {len(tokens)} tokens, or one that does not hold its own"
-            " token"
-        )
-    return sets
 
 
 def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Experts:
@@ -152,22 +199,6 @@ def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Exp
     if made == 0:
         return np.zeros((0, 0, 0), dtype=np.int16)
     return limits.experts.decode(meta["routed_experts"], given + made - 1)
-
-
-def _spans(values: list[dict[str, Any]], made: int, mark: str) -> tuple[VersionSpan, ...]:
-    """Read the weight versions, which are our publication numbers.
-
-    An engine without a version reports `default`, which is refused.
-    """
-    spans = tuple(
-        VersionSpan(_number(v["version"], mark), v["start"], v["end"])
-        for v in values
-        if v["end"] > v["start"]
-    )
-    ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != made:
-        raise ValueError(f"weight_versions {values} do not cover {made} tokens in order")
-    return spans
 
 
 def _number(name: str, mark: str) -> int:

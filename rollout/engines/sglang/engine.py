@@ -21,18 +21,16 @@ from torch import Tensor
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
-from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.weights import Bucket, TensorSpec
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.answers import read_digests, version_name
+from rollout.engines.server_client import ServerClient, explained
+from rollout.engines.sglang import patches
+from rollout.engines.sglang.answers import no_sglang, read_digests, version_name
 from rollout.engines.sglang.generation import Generation
-from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import no_sglang
-from rollout.engines.sglang.patches import bucket_calls, weight_updates
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
@@ -132,8 +130,8 @@ class SGLangEngine:
             self._device = str(info["device"])
             # A router's answer has no internal states.
             states = info.get("internal_states") or [{}]
-            self.digests_weights = weight_updates.SERVER_INFO in states[0]
-            self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
+            self.digests_weights = patches.HAS_DIGESTS in states[0]
+            self.queues_buckets = patches.HAS_TURNS in states[0]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise no_sglang(self.name, error) from error
 
@@ -173,26 +171,11 @@ class SGLangEngine:
         try:
             await self._running.get("/server_info")
         except EngineFailed as error:
-            raise await self._explained(error) from error
+            raise await explained(error, self.server) from error
         own_gpu = self._device == "cuda" and not self.config.colocated
         version = self.weights.version if self.weights.state == "ready" else None
         gpu = f"of engine {self.name}" if own_gpu else None
         return {"name": self.name, "version": version, "device": self._device, "gpu": gpu}
-
-    async def _explained(self, error: EngineFailed) -> EngineFailed:
-        """Return the error, or the end of the server's log if its process has ended.
-
-        A process drops its connections a moment before it is seen dead.
-        """
-        ended = self.ended
-        if ended is None or isinstance(error, EngineHangs):
-            return error
-        await asyncio.wait({ended}, timeout=BROKEN_CONNECTION_S)
-        return (
-            EngineFailed(f"engine {self.name} died: {self.server.describe_end()}")
-            if ended.done()
-            else error
-        )
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -216,7 +199,7 @@ class SGLangEngine:
                         *(one(each, cache_key=key) for each in requests)
                     )
         except EngineFailed as error:
-            raise await self._explained(error) from error
+            raise await explained(error, self.server) from error
         # Behind a router another engine may have answered.
         if self._router is None:
             check_versions(self.name, answers, oldest, self.weights.version)
@@ -273,7 +256,8 @@ class SGLangEngine:
                     f" {self.config.update_timeout_s:g} s (rollout.engine.update_timeout_s)"
                 )
             await self.abort()
-            await self._pause_gate.empties_within(ABORT_AGAIN_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._pause_gate.emptied(), ABORT_AGAIN_S)
 
     async def resume(self) -> None:
         """Continue generation. Raises EngineFailed unless the weights have a version."""
@@ -331,11 +315,11 @@ class SGLangEngine:
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        load_format = weight_updates.LOAD_FORMAT
+        load_format = patches.LOAD_FORMAT
         if order is not None:
-            load_format = weight_updates.ORDERED + order
+            load_format = patches.ORDERED + order
         if self.queues_buckets:
-            load_format += f"{bucket_calls.TURN}{index}"
+            load_format += f"{patches.TURN}{index}"
         times = CALLS_AT_ONCE if self.queues_buckets else 1
         await self._receive(specs, load_format, times)
         self.weights.received(index)
@@ -353,7 +337,7 @@ class SGLangEngine:
 
     async def received_digests(self) -> list[str]:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        return read_digests(self.name, await self._receive((), weight_updates.DIGESTS))
+        return read_digests(self.name, await self._receive((), patches.DIGESTS))
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -362,7 +346,7 @@ class SGLangEngine:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": weight_updates.LOAD_FORMAT,
+                "load_format": patches.LOAD_FORMAT,
                 **KEEP_REQUESTS,
             },
         )

@@ -60,11 +60,6 @@ def die_with_parent(is_there: Callable[[], bool]) -> None:
         os._exit(1)
 
 
-def in_our_group() -> bool:
-    """Whether the parent is in our process group. A process that inherits orphans is not."""
-    return os.getpgid(os.getppid()) == os.getpgrp()
-
-
 def install_stubs() -> None:
     """Install stubs, in this process, for modules that do not exist for the CPU."""
     folder = os.path.join(HERE, "cpu")
@@ -123,7 +118,7 @@ class Parser(argparse.ArgumentParser):
 
 def serve(arguments: list[str], settings: dict[str, Any]) -> None:
     """Run the server until SIGINT or SIGTERM."""
-    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints import engine
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.runtime_context import get_context
     from sglang.srt.server_args import prepare_server_args
@@ -135,13 +130,15 @@ def serve(arguments: list[str], settings: dict[str, Any]) -> None:
         get_context().override(
             "rlcore", api_key=settings.get("api_key"), admin_api_key=settings.get("admin_key")
         )
-        return init_tokenizer_manager(*of)
+        return engine.init_tokenizer_manager(*of)
 
     args.resolve_once()
     if in_turn(args):
-        load_beside("patches/bucket_calls").install(load_beside("../bucket_turns"))
+        load_beside("patches").install_in_server(load_beside("../bucket_turns"))
     if args.node_rank > 0:
-        report_without_requests(args, settings)
+        # A machine that answers no requests reports when its ranks are ready. SGLang's health
+        # server would listen there for requests from anyone.
+        engine.launch_dummy_health_check_server = lambda *of: report(settings, {"port": args.port})
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
@@ -165,22 +162,12 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
         importlib.import_module("stand_ins").install_fp8()
     if args.device == "cpu" and args.attn_dp_size > 1:
         importlib.import_module("stand_ins").install_data_parallel_attention()
-    states = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
-    digests = load_beside("../../weight_sync/digests")
-    load_beside("patches/weight_updates").install(digests, states)
+    patches = load_beside("patches")
+    states = [patches.HAS_DIGESTS] + ([patches.HAS_TURNS] if in_turn(args) else [])
+    patches.install_in_scheduler(load_beside("../../weight_sync/digests"), states)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(args, *others, **named)
-
-
-def report_without_requests(args: Any, settings: dict[str, Any]) -> None:
-    """Report when the ranks of a machine that answers no requests are ready.
-
-    This replaces SGLang's health server, which would listen there for requests from anyone.
-    """
-    from sglang.srt.entrypoints import engine
-
-    engine.launch_dummy_health_check_server = lambda *of: report(settings, {"port": args.port})
 
 
 def use_store_at_one_address() -> None:
@@ -332,7 +319,8 @@ def main() -> int:
 
 # SGLang's own children do this too, but only after all their imports
 if __name__ == "__mp_main__":
-    die_with_parent(in_our_group)
+    # A process that inherits orphans is not in our process group.
+    die_with_parent(lambda: os.getpgid(os.getppid()) == os.getpgrp())
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     install_stubs()
 if __name__ == "__main__":

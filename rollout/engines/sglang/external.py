@@ -17,8 +17,8 @@ from rlcore.hf_config.read import read_config
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import ADMIN_KEY, Keys
+from rollout.engines.server_client import ServerClient
 from rollout.engines.sglang.entry import VERSION
-from rollout.engines.sglang.http import ServerClient
 
 POLL_S = 1.0
 NO_TOKEN = (1 << 31) - 1  # in no vocabulary: the server's refusal names the vocabulary's size

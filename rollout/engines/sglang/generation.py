@@ -26,9 +26,8 @@ from rlcore.data.sample import SamplingMasks
 from rlcore.errors import EngineFailed, UserError
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.checks import check_request as check_common
-from rollout.engines.sglang.answers import decode
-from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits, answer_bytes, asks_sampling_mask
+from rollout.engines.server_client import ServerClient
+from rollout.engines.sglang.answers import Limits, answer_bytes, asks_sampling_mask, decode
 
 MIN_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
 MAX_STOP_STRINGS = 32

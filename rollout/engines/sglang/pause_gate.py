@@ -39,12 +39,3 @@ class PauseGate:
     async def emptied(self) -> None:
         """Wait until no call is in flight."""
         await self._empty.wait()
-
-    async def empties_within(self, seconds: float) -> bool:
-        """Wait up to `seconds`; return whether no call is in flight."""
-        waiting = asyncio.ensure_future(self._empty.wait())
-        try:
-            done, _ = await asyncio.wait({waiting}, timeout=seconds)
-        finally:
-            waiting.cancel()
-        return bool(done)

@@ -226,9 +226,8 @@ def test_the_server_wants_its_key(loop, pair):
 
 
 @pytest.mark.full  # a run in which they do: tests/integration/test_chaos.py
-def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
+def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path):
     """Of three engines one dies in a request, one hangs in a publication, the third goes on."""
-    monkeypatch.setattr("rollout.engines.embedded.client.ENGINE_GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, health_timeout_s=2.0, update_timeout_s=10.0)
     run(loop, start_all([doomed, frozen]))
@@ -243,16 +242,14 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
             break
         os.kill(doomed.pid, signal.SIGCONT)
     os.kill(doomed.pid, signal.SIGKILL)
-    with pytest.raises(
-        RunFailed, match=r"engine doomed \(pid \d+\) died during /generate: killed by SIGKILL"
-    ):
+    with pytest.raises(RunFailed, match=r"engine doomed died: killed by SIGKILL"):
         running.result(60)
 
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(
         DeadlineExceeded,
-        match=r"engine frozen \(pid \d+\) did not answer /progress within 2 s \(rollout",
+        match=r"engine frozen did not answer /progress within 2 s \(rollout",
     ):
         run(loop, frozen.progress())
     assert time.monotonic() - began < 18  # less than `request_timeout_s`

@@ -8,7 +8,6 @@ import re
 import signal
 import time
 
-import aiohttp
 import pytest
 import torch
 from engine_kit import flatten, layout, remote_engine, tiny_qwen3
@@ -16,7 +15,8 @@ from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, UserError
 from rlcore.interfaces import RankAddress
-from rlcore.tls import engine_client
+from rollout.engines.embedded.client import VerbClient
+from rollout.engines.factories import Keys
 from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
 from tests.certificates import Authority
@@ -219,8 +219,12 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
         stranger = Authority(tmp_path, "stranger").tls("127.0.0.1")
         engines[0]._tls = stranger  # its client, from now on
         await engines[0]._hang_up()
-        engines[0]._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=engine_client(stranger, engines[0].url))
+        engines[0]._client = VerbClient(
+            engines[0].name,
+            engines[0].url,
+            Keys("a", "b"),
+            config=engines[0].config,
+            tls=stranger,
         )
         with pytest.raises(UserError, match=r"127\.0\.0\.1 is not accepted by .*stranger\.pem"):
             await engines[0].health()

@@ -27,7 +27,7 @@ from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.embedded.server import ServerConfig
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.http import ServerClient
+from rollout.engines.server_client import ServerClient
 
 VOCAB = 31
 
@@ -100,6 +100,16 @@ def request(
 ) -> GenerateRequest:
     settings = SamplingParams(**{"max_new_tokens": 8, **sampling})
     return GenerateRequest(np.array(prompt, dtype=np.int32), settings, draw, n, first_sample)
+
+
+def logprobs_under(
+    model: torch.nn.Module, prompt: Any, completion: Any, temperature: float = 1.0
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Log-probs of the tokens behind a prompt, by one forward pass without a cache."""
+    ids = torch.tensor([[*map(int, prompt), *map(int, completion.tokens)]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
 class Steps:

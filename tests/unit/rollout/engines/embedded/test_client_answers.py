@@ -87,9 +87,9 @@ def test_answers_without_end_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(client, "COMPLETIONS_BYTES", 2000)
 
     async def use(engine: RemoteEngine) -> None:
-        with pytest.raises(EngineFailed, match="/progress was answered with more than 1,000 bytes"):
+        with pytest.raises(EngineFailed, match="answered /progress with more than 1,000 bytes"):
             await engine.progress()
-        with pytest.raises(EngineFailed, match="/generate was answered with more than 2,000 bytes"):
+        with pytest.raises(EngineFailed, match="answered /generate with more than 2,000 bytes"):
             await engine.generate([request([1])])
 
     with_engine({"progress": b" " * 1500, "generate": b" " * 2500}, use)

@@ -9,7 +9,7 @@ from patient_loop import run_steadily
 
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.http import ServerClient
+from rollout.engines.server_client import ServerClient
 
 
 def answer(content: bytes, *, head: bytes = b"", status: bytes = b"200 OK") -> bytes:

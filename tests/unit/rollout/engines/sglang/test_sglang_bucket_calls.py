@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout.engines.sglang import entry
-from rollout.engines.sglang.patches.bucket_calls import TURN
+from rollout.engines.sglang.patches import TURN
 
 
 class Manager:
@@ -42,7 +42,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
         package = ".".join(parts[:count])
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, name, module)
-    entry.load_beside("patches/bucket_calls").install(entry.load_beside("../bucket_turns"))
+    entry.load_beside("patches").install_in_server(entry.load_beside("../bucket_turns"))
     return own()
 
 

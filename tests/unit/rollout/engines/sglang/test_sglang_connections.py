@@ -13,8 +13,8 @@ import pytest
 from raw_server import against, answer, ask, client_of, closing, listening, saying
 
 from rlcore.errors import EngineFailed, EngineHangs
-from rollout.engines.sglang import http
-from rollout.engines.sglang.http import JOINED_BYTES
+from rollout.engines import server_client
+from rollout.engines.server_client import JOINED_BYTES
 
 # --- answers --------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ def test_an_answer_before_the_body_was_sent_ends_the_connection():
 
 
 def test_idle_connections_come_of_age(monkeypatch):
-    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(server_client, "KEEP_ALIVE_S", 0.1)
 
     async def use(client, server):
         await asyncio.gather(ask(client), ask(client))
@@ -221,7 +221,7 @@ def test_idle_connections_come_of_age(monkeypatch):
 
 
 def test_age_counts_where_the_loop_stood_still(monkeypatch):
-    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(server_client, "KEEP_ALIVE_S", 0.1)
 
     async def use(client, server):
         await ask(client)

@@ -53,5 +53,5 @@ def test_the_end_of_the_log_is_the_reason(after_s: float) -> None:
 def test_a_server_that_still_runs_is_ill_for_its_own_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout.engines.sglang.engine.BROKEN_CONNECTION_S", 0.05)
+    monkeypatch.setattr("rollout.engines.server_client.BROKEN_CONNECTION_S", 0.05)
     assert "died" not in probe_error(None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout.engines.sglang import entry
-from rollout.engines.sglang.patches.weight_updates import DIGESTS, ORDERED, ReceivingStream
+from rollout.engines.sglang.patches import DIGESTS, ORDERED, ReceivingStream
 from rollout.weight_sync.digests import Digest, new_order
 
 PARTS = {
@@ -90,8 +90,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def manager(module: Any = None) -> Any:
     """A scheduler's part, patched as `run_scheduler` does."""
-    module = module or entry.load_beside("patches/weight_updates")
-    module.install(entry.load_beside("../../weight_sync/digests"), ["another"])
+    module = module or entry.load_beside("patches")
+    module.install_in_scheduler(
+        entry.load_beside("../../weight_sync/digests"), [module.HAS_DIGESTS, "another"]
+    )
     return sys.modules[f"sglang.srt.{[*PARTS][2]}"].SchedulerWeightUpdaterManager()  # type: ignore[attr-defined]
 
 
@@ -199,7 +201,7 @@ def test_a_server_tells_what_it_can(looks: list[str]) -> None:
 def test_a_device_has_one_stream_for_all_that_it_receives(
     looks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = entry.load_beside("patches/weight_updates")
+    module = entry.load_beside("patches")
     made: list[torch.device] = []
 
     class Stream:

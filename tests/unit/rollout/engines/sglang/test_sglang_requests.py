@@ -13,6 +13,7 @@ from engine_kit import VOCAB, request, tiny_qwen3
 from rlcore.data.generation import STOP_MARGIN, GenerateRequest, Prefix, SamplingParams
 from rlcore.errors import EngineFailed, UserError
 from rollout.engines.checks import ExpertLayers
+from rollout.engines.sglang.answers import Limits
 from rollout.engines.sglang.generation import (
     Generation,
     check_request,
@@ -22,7 +23,6 @@ from rollout.engines.sglang.generation import (
     seed,
     stop_pattern,
 )
-from rollout.engines.sglang.limits import Limits
 
 LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, sampling_mask_tokens=16)
 

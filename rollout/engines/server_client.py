@@ -1,5 +1,5 @@
-"""The HTTP client of one SGLang server: JSON both ways, a deadline for every call, errors that name
-the side at fault.
+"""The HTTP client of an engine server: JSON both ways, a deadline for every call, and errors that
+name the side at fault.
 
 The module adds rules to aiohttp: nothing is sent twice, no redirect is followed, no cookie is kept,
 and an unrequested answer is dropped.
@@ -18,8 +18,10 @@ from yarl import URL
 from rlcore.boundary.http_server import TooLong
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
-from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rlcore.deadlines import BROKEN_CONNECTION_S
+from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.tls import engine_client, refused_engine
+from rollout.engines.child_process import Server
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.json_client import read_answer
 
@@ -190,7 +192,7 @@ class ServerClient:
     def _is_closed(self) -> EngineFailed:
         return EngineFailed(f"engine {self.name}: its client is closed")
 
-    def _refusal(self, route: str, status: int, content: bytes) -> UserError | EngineFailed:
+    def _refusal(self, route: str, status: int, content: bytes) -> RlcoreError:
         where = f"engine {self.name} at {self.url}"
         if status in (401, 403):
             return UserError(
@@ -231,6 +233,20 @@ class Connector(aiohttp.TCPConnector):
         for task in self._making:
             task.cancel()
         return super().close(**given)
+
+
+async def explained(error: EngineFailed, server: Server) -> EngineFailed:
+    """Return the error, or the end of the server's log if its process has ended.
+
+    A process drops its connections a moment before it is seen dead.
+    """
+    ended = server.ended
+    if ended is None or isinstance(error, EngineHangs):
+        return error
+    await asyncio.wait({ended}, timeout=BROKEN_CONNECTION_S)
+    if not ended.done():
+        return error
+    return EngineFailed(f"engine {server.name} died: {server.describe_end()}")
 
 
 def close_unused(making: asyncio.Task[Any]) -> None:

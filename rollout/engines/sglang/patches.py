@@ -1,4 +1,4 @@
-"""Changes how SGLang's schedulers take weights over a process group.
+"""Changes how SGLang 0.5.23 takes weights over a process group.
 
 This file runs in the engines' environment, which lacks rlcore, and imports nothing from rlcore.
 Requests of other clients are unaffected.
@@ -16,10 +16,17 @@ work. On SGLang's own stream that is the digest of a bucket and its copies into 
 the network is idle. Here broadcasts have a stream of their own, so that a bucket arrives while the
 GPU loads the previous one. Nothing changes on the CPU.
 
-**Derived weights.** SGLang 0.5.23 refuses updates of models with copies of their weights that would
-stay old. Before each bucket it walks through all modules of the model several times, which is 60 %
-of the fixed cost of a bucket (96 layers, on a CPU: benchmarks/bucket_costs.py). Its own comment
-says that the answer never changes. Here it looks once in each update.
+**Derived weights.** SGLang refuses updates of models with copies of their weights that would stay
+old. Before each bucket it walks through all modules of the model several times, which is 60 % of
+the fixed cost of a bucket (96 layers, on a CPU: benchmarks/bucket_costs.py). Its own comment says
+that the answer never changes. Here it looks once in each update.
+
+**Turns.** The server serves a second /update_weights_from_distributed when the first has ended:
+both wait for one lock, in the order in which their bodies arrive. With two connections this may
+differ from the order of the buckets. So the trainer names the bucket, and a call waits for its turn
+before it waits for the lock.
+
+    request   load_format "...+turn:INDEX"; the suffix is removed before SGLang reads it
 """
 
 from __future__ import annotations
@@ -34,41 +41,41 @@ import torch.distributed as dist
 LOAD_FORMAT = "flattened_bucket"
 ORDERED = f"{LOAD_FORMAT}+digest:"
 DIGESTS = "digests"
-SERVER_INFO = "rlcore_digests_of_updates"  # among the internal states of /server_info
+TURN = "+turn:"
+# Entries of the internal states of /server_info: the server computes digests, and orders calls.
+HAS_DIGESTS = "rlcore_digests_of_updates"
+HAS_TURNS = "rlcore_bucket_turns"
 NOT_LOADED = "not loaded: "  # replaces a digest; the reason follows
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
-def install(module: Any, others: Collection[str] = ()) -> None:
-    """Wrap four methods and a function of this process.
+def install_in_scheduler(digests: Any, states: Collection[str]) -> None:
+    """Wrap four methods and a function of a scheduler's process.
 
     Args:
-        module: digests.py.
-        others: names that the internal states show in addition to `SERVER_INFO`.
+        digests: the module digests.py.
+        states: the entries that the internal states get.
     """
-    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput as Answer
     from sglang.srt.managers.scheduler_components.internal_state import (
         SchedulerInternalStateController as InternalState,
     )
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager as Manager,
-    )
-    from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    update = Update(module.Digest)
-    _wrap_updater(weight_updater, update)
-    _wrap_manager(Manager, Answer, update)
+    update = Update(digests.Digest)
+    _wrap_updater(update)
+    _wrap_manager(update)
     describe = InternalState._add_topology
 
     def describe_too(self: Any, state: dict[str, Any]) -> None:
         describe(self, state)
-        state |= dict.fromkeys((SERVER_INFO, *others), True)
+        state |= dict.fromkeys(states, True)
 
     InternalState._add_topology = describe_too
 
 
-def _wrap_updater(weight_updater: Any, update: Update) -> None:
+def _wrap_updater(update: Update) -> None:
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
     updater = weight_updater.WeightUpdater
     receive = updater._receive_bucketed_weights_from_distributed
     look = weight_updater._unsupported_derived_weight_cache_error
@@ -92,9 +99,14 @@ def _wrap_updater(weight_updater: Any, update: Update) -> None:
     weight_updater._unsupported_derived_weight_cache_error = look_once
 
 
-def _wrap_manager(manager: Any, answer_of: Any, update: Update) -> None:
-    begin = manager.begin_weight_update
-    take = manager.update_weights_from_distributed
+def _wrap_manager(update: Update) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput as Answer
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Manager,
+    )
+
+    begin = Manager.begin_weight_update
+    take = Manager.update_weights_from_distributed
 
     def begin_and_forget(self: Any, request: Any) -> Any:
         update.clear()
@@ -102,8 +114,11 @@ def _wrap_manager(manager: Any, answer_of: Any, update: Update) -> None:
 
     def take_and_digest(self: Any, request: Any) -> Any:
         if request.load_format == DIGESTS:
-            found = _of_all_ranks(update.read(), self.tp_cpu_group)
-            return answer_of(success=True, message=json.dumps(found))
+            own = update.read()
+            ranks = [own] * dist.get_world_size(self.tp_cpu_group)
+            if len(ranks) > 1:
+                dist.all_gather_object(ranks, own, group=self.tp_cpu_group)
+            return Answer(success=True, message=json.dumps(ranks))
         if not (request.load_format or "").startswith(ORDERED):
             return take(self, request)
         update.order = request.load_format.removeprefix(ORDERED)
@@ -117,8 +132,42 @@ def _wrap_manager(manager: Any, answer_of: Any, update: Update) -> None:
             update.failure = update.failure or f"{NOT_LOADED}{answer.message}"
         return answer
 
-    manager.begin_weight_update = begin_and_forget
-    manager.update_weights_from_distributed = take_and_digest
+    Manager.begin_weight_update = begin_and_forget
+    Manager.update_weights_from_distributed = take_and_digest
+
+
+def install_in_server(turns_module: Any) -> None:
+    """Wrap two methods of the server's process.
+
+    Args:
+        turns_module: bucket_turns.py.
+    """
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin as Manager
+
+    turns = turns_module.BucketTurns()
+    begin = Manager.begin_weight_update
+    update = Manager.update_weights_from_distributed
+
+    async def begin_update(self: Any, *given: Any) -> Any:
+        turns.begin()
+        return await begin(self, *given)
+
+    async def update_in_turn(self: Any, request: Any, *given: Any) -> Any:
+        load_format, mark, index = (request.load_format or "").rpartition(TURN)
+        if not mark:
+            return await update(self, request, *given)
+        request.load_format = load_format
+        try:
+            async with turns.take(int(index)) as taken:
+                success, message = await update(self, request, *given)
+                if not success:
+                    taken.failed = int(index)
+        except turns_module.OutOfTurn as error:  # recovery: SGLang's form of a refusal
+            return False, str(error)
+        return success, message
+
+    Manager.begin_weight_update = begin_update
+    Manager.update_weights_from_distributed = update_in_turn
 
 
 class Update:
@@ -182,11 +231,3 @@ def whole(tensors: NamedTensors) -> torch.Tensor:
     first = tensors[0][1]
     none = torch.empty(0, dtype=torch.uint8, device=first.device)
     return none.set_(first.untyped_storage())
-
-
-def _of_all_ranks(own: str, group: Any) -> list[str]:
-    """The digests of all ranks, in their order."""
-    ranks = [own] * dist.get_world_size(group)
-    if len(ranks) > 1:
-        dist.all_gather_object(ranks, own, group=group)
-    return ranks
