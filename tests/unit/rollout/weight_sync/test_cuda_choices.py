@@ -21,14 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import RunFailed
 from rlcore.interfaces import RankAddress
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
-from rollout.weight_sync.choose import choose_name
 from rollout.weight_sync.groups import sender as sender_module
 from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
@@ -78,19 +76,6 @@ class Engine:
 
 
 # --- over a process group -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("trainer", "engine", "backend"),
-    [
-        ("GPU-a", "GPU-b", "nccl"),
-        ("GPU-a", "GPU-a", "gloo"),
-        (None, None, "gloo"),
-        ("GPU-a", None, "gloo"),
-    ],
-)
-def test_nccl_joins_different_gpus(trainer: str | None, engine: str | None, backend: str) -> None:
-    assert choose_backend(trainer, engine) == backend
 
 
 @pytest.mark.parametrize(
@@ -207,11 +192,6 @@ def test_a_broadcast_that_an_abort_ends_is_no_success(monkeypatch: pytest.Monkey
 
 
 # --- by handle ------------------------------------------------------------------------------------
-
-
-def test_colocated_engines_take_weights_from_memory_to_memory() -> None:
-    assert choose_name(EngineConfig(kind="sglang", colocated=True), [SGLANG, SGLANG]) == "tensor"
-    assert choose_name(EngineConfig(kind="sglang"), [SGLANG, SGLANG]) == "distributed"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_kit import VOCAB, request, tiny_qwen3, with_engine
+from engine_kit import VOCAB, logprobs_under, request, tiny_qwen3, with_engine
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -25,20 +25,12 @@ from rollout.engines.embedded.model_weights import as_published
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [9, 9, 9]]
 
 
-def full_logprobs(model, prompt, tokens, temperature=1.0):
-    """float32 [m]: log-probs of `tokens` after `prompt`, by one forward pass without a cache."""
-    ids = torch.tensor([[*prompt, *map(int, tokens)]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
-
-
 def check_logprobs(model, requests, results, tolerance=1e-5):
     for asked, completions in zip(requests, results):
         assert len(completions) == asked.n
         for completion in completions:
-            expected = full_logprobs(
-                model, asked.prompt, completion.tokens, asked.sampling.temperature or 1.0
+            expected = logprobs_under(
+                model, asked.prompt, completion, asked.sampling.temperature or 1.0
             )
             np.testing.assert_allclose(completion.logprobs, expected, atol=tolerance)
 
@@ -289,11 +281,6 @@ def test_bad_requests_are_named(model, folder):
     ]:
         with pytest.raises(UserError, match=words):
             with_engine(folder, model, lambda engine, bad=bad: engine.generate([bad]))
-
-
-def test_generating_before_the_first_publication_is_an_error(folder):
-    with pytest.raises(RunFailed, match="engine-0: no weights were published"):
-        with_engine(folder, None, lambda engine: engine.generate([request([1])]))
 
 
 def test_broken_weights_are_an_error(model, folder):

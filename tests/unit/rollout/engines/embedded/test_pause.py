@@ -7,8 +7,17 @@ import threading
 
 import numpy as np
 import pytest
-import torch
-from engine_kit import Steps, flatten, layout, load, publish, request, tiny_qwen3, with_engine
+from engine_kit import (
+    Steps,
+    flatten,
+    layout,
+    load,
+    logprobs_under,
+    publish,
+    request,
+    tiny_qwen3,
+    with_engine,
+)
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
@@ -47,13 +56,6 @@ def in_the_middle(steps):
 
 def requests_of(length=LONG):
     return [request(p, draw=i, n=2, max_new_tokens=length) for i, p in enumerate(PROMPTS)]
-
-
-def logprobs_under(model, prompt, completion):
-    ids = torch.tensor([[*prompt, *map(int, completion.tokens)]])
-    with torch.no_grad():
-        full = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return full.gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
 def interrupted(folder, model, in_the_middle, mode, other, **config):
@@ -212,20 +214,6 @@ def test_a_cancelled_call_stops_at_its_next_token(model, folder, in_the_middle, 
 
     assert {c.finish_reason for row in with_engine(folder, model, use) for c in row} == {"length"}
     assert 20 <= most_made[0] < LONG, "nobody waits for the rest"
-
-
-def test_progress_tells_a_pause_from_a_standstill(model, folder, in_the_middle):
-    async def use(engine):
-        running = asyncio.create_task(engine.generate(requests_of()))
-        await in_the_middle()
-        assert await engine.progress() >= 20
-        await engine.pause("in_place")
-        assert await engine.progress() is None
-        await engine.resume()
-        await running
-        assert await engine.progress() == LONG
-
-    with_engine(folder, model, use)
 
 
 def test_calls_are_aborted_by_the_ids_of_their_requests(model, folder, in_the_middle):

@@ -8,8 +8,7 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
-from engine_kit import Steps, publish, request, tiny_qwen3, with_engine
+from engine_kit import Steps, logprobs_under, publish, request, tiny_qwen3, with_engine
 
 from rlcore.data.generation import GenerateRequest, Prefix
 from rlcore.data.sample import VersionSpan
@@ -153,13 +152,6 @@ def test_going_on_is_to_the_bit_what_a_retraction_does(model, folder):
 def steps(monkeypatch):
     """Of whatever engine runs: it makes as many as it is let."""
     return Steps(monkeypatch, 0, once=False)
-
-
-def logprobs_under(model, prompt, completion):
-    ids = torch.tensor([[*prompt, *map(int, completion.tokens)]])
-    with torch.no_grad():
-        full = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return full.gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
 def test_responses_go_on_through_two_publications_that_abort(model, folder, steps):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-import subprocess
 
 import pytest
 from raw_server import RawServer, against, answer, ask, client_of, listening
 
 from rlcore.errors import EngineFailed, UserError
+from rlcore.tls import server_context
+from tests.certificates import Authority
 
 
 @pytest.mark.parametrize("host", ["no host", "a..b", "x" * 70])
@@ -48,40 +48,10 @@ def test_a_prefix_is_kept_and_a_users_name_is_not_sent():
     assert "Authorization: Bearer the-api-key" in lines
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """Of 127.0.0.1, by itself."""
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-keyout",
-            path,
-            "-out",
-            f"{path}.crt",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=127.0.0.1",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-        ],
-        check=True,
-        capture_output=True,
-    )
-    path.write_bytes(path.read_bytes() + path.with_name("both.pem.crt").read_bytes())
-    return path
-
-
-def test_tls(certificate, monkeypatch):
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+def test_tls(tmp_path, monkeypatch):
+    authority = Authority(tmp_path)
+    tls = server_context(authority.tls("127.0.0.1"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
 
     async def use(client, server):
         for size in (1, 3_000_000):
@@ -91,9 +61,8 @@ def test_tls(certificate, monkeypatch):
     against(lambda _, body: answer(body), use, tls=tls, scheme="https")
 
 
-def test_a_certificate_that_nobody_vouches_for(certificate):
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate)
+def test_a_certificate_that_nobody_vouches_for(tmp_path):
+    tls = server_context(Authority(tmp_path).tls("127.0.0.1"))
 
     async def use(client, _):
         with pytest.raises(UserError, match=r"the certificate of 127\.0\.0\.1 is not accepted"):
