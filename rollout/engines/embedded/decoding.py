@@ -78,7 +78,10 @@ class Decoding:
         self.max_new = torch.tensor(limits, device=device)
         self.most_new = max(limits)
         self.shortest_limit = min(limits)
-        self.stop_ids = stop_id_table([p.stop_token_ids for p in sampling], device)
+        # Each row's stop ids, padded with -1, which is not a token.
+        width = max(1, max(len(p.stop_token_ids) for p in sampling))
+        padded = [[*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))] for p in sampling]
+        self.stop_ids = torch.tensor(padded, dtype=torch.int64, device=device)
         self.strings = {row: stop_strings(p.stop) for row, p in enumerate(sampling) if p.stop}
         self.table = SamplingTable.build(sampling, model.vocab_size, device)
         self.sampling_mask = (
@@ -258,7 +261,12 @@ class Decoding:
         if copies != list(range(len(texts))):
             self._cache.select(source)
         self._pads = pads[source]
-        self._key_mask = self._left_mask(self._pads, self._most_columns) if ragged else None
+        self._key_mask = None
+        if ragged:
+            columns = torch.arange(self._most_columns, device=self._pads.device)
+            hidden = columns[None, :] < self._pads[:, None]
+            mask = torch.zeros_like(hidden, dtype=self.model.dtype)
+            self._key_mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
         return torch.cat(logits)[source]
 
     def _prefill_piece(
@@ -280,13 +288,6 @@ class Decoding:
         visible |= torch.eye(width, dtype=torch.bool, device=self.model.device)
         mask = torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
         return self._forward(tokens, positions, mask[:, None], cache)
-
-    def _left_mask(self, pads: Tensor, columns: int) -> Tensor:
-        """A mask [A, 1, 1, columns], -inf over each row's padding."""
-        hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
-        return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)[
-            :, None, None
-        ]
 
     def _advance(self, cache: KVCache) -> Tensor:
         newest = self.tokens[self._rows, self.made - 1]
@@ -354,14 +355,3 @@ class Decoding:
             (version, start, min(end, length)) for (version, start), end in zip(self.starts, ends)
         )
         return tuple(VersionSpan(*span) for span in spans if span[1] < span[2])
-
-
-# --- the end of a response ------------------------------------------------------------------------
-
-
-def stop_id_table(stop_ids: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Return each row's stop ids, int64 [R, S], padded with -1, which is not a token."""
-    width = max(1, max(map(len, stop_ids)))
-    return torch.tensor(
-        [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], dtype=torch.int64, device=device
-    )

@@ -25,9 +25,15 @@ from shared_folders import (
 
 from rlcore.errors import RunFailed
 from rollout.weight_sync import delta
-from rollout.weight_sync.delta_files import CHANGES, Manifest
 from rollout.weight_sync.folders import WeightFolders, published
-from rollout.weight_sync.follower import REPORTS, Follower, keep_following, make_home
+from rollout.weight_sync.follower import (
+    CHANGES,
+    REPORTS,
+    Follower,
+    Manifest,
+    keep_following,
+    make_home,
+)
 from tests.limits import no_large_files
 
 
