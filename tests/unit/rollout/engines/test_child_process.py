@@ -101,32 +101,28 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_kill_ends_the_whole_group(child: ChildServer, stopped: bool) -> None:
-    async def scenario() -> None:
-        assert await start(child, STUBBORN) == 7
-        assert len(members(child.process.pid)) == 2
-        if stopped:
-            os.killpg(child.process.pid, signal.SIGSTOP)
-        await child.kill()
-        assert members(child.process.pid) == []
-        assert child.describe_end().startswith("killed by SIGKILL")
-
-    asyncio.run(scenario())
+async def test_kill_ends_the_whole_group(child: ChildServer, stopped: bool) -> None:
+    assert await start(child, STUBBORN) == 7
+    assert len(members(child.process.pid)) == 2
+    if stopped:
+        os.killpg(child.process.pid, signal.SIGSTOP)
+    await child.kill()
+    assert members(child.process.pid) == []
+    assert child.describe_end().startswith("killed by SIGKILL")
 
 
-def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(child: ChildServer) -> None:
-    async def scenario() -> None:
-        await start(child, STUBBORN.replace("time.sleep(60)\n", "time.sleep(0.3)\n"))
-        await asyncio.wait_for(child.ended, 10)
-        deadline = time.monotonic() + 10
-        while members(child.process.pid) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        assert members(child.process.pid) == []
+async def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(
+    child: ChildServer,
+) -> None:
+    await start(child, STUBBORN.replace("time.sleep(60)\n", "time.sleep(0.3)\n"))
+    await asyncio.wait_for(child.ended, 10)
+    deadline = time.monotonic() + 10
+    while members(child.process.pid) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert members(child.process.pid) == []
 
-    asyncio.run(scenario())
 
-
-def test_it_is_asked_to_end_by_its_own_signal(
+async def test_it_is_asked_to_end_by_its_own_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.engines.child_process.TERMINATE_S", 60.0)
@@ -140,25 +136,19 @@ def test_it_is_asked_to_end_by_its_own_signal(
         " sys.exit(3)"
     )
 
-    async def scenario() -> None:
-        await start(child, script)
-        await child.stop()
-        assert child.describe_end().startswith("exit code 3")
-
-    asyncio.run(scenario())
+    await start(child, script)
+    await child.stop()
+    assert child.describe_end().startswith("exit code 3")
 
 
-def test_it_can_be_started_again(child: ChildServer) -> None:
-    async def scenario() -> None:
-        await start(child, STUBBORN)
-        first = child.process.pid
-        await child.kill()
-        assert await start(child, STUBBORN) == 7
-        assert child.process.pid != first
-        assert not child.ended.done()
-        await child.kill()
-
-    asyncio.run(scenario())
+async def test_it_can_be_started_again(child: ChildServer) -> None:
+    await start(child, STUBBORN)
+    first = child.process.pid
+    await child.kill()
+    assert await start(child, STUBBORN) == 7
+    assert child.process.pid != first
+    assert not child.ended.done()
+    await child.kill()
 
 
 def test_what_it_reports_as_wrong_is_the_users_error(child: ChildServer) -> None:

@@ -204,7 +204,7 @@ def test_a_broadcast_that_an_abort_ends_is_no_success(monkeypatch: pytest.Monkey
         ([None], "GPU-a", "value"),
     ],
 )
-def test_handles_are_sent_where_a_rank_is_on_each_gpu_of_the_engine(
+async def test_handles_are_sent_where_a_rank_is_on_each_gpu_of_the_engine(
     trainer: list[str | None], engine: str | None, by: str
 ) -> None:
     """Each tensor-parallel rank gets the handle of its own GPU; bytes are packed once."""
@@ -213,15 +213,12 @@ def test_handles_are_sent_where_a_rank_is_on_each_gpu_of_the_engine(
     transport.ranks = [RankAddress("here", name, name) for name in trainer]
     transport.ranks += [RankAddress("elsewhere", "2", "1")]
 
-    async def publish() -> None:
-        assert await transport.open([taker], [BUCKET]) == {}
-        orders = transport.orders()
-        assert orders.gathers == (by == "handle")
-        assert orders.ranks == ({0: HANDLE, 1: HANDLE} if orders.gathers else {0: BYTES})
-        packed = {rank: json.dumps({"payload": f"handle of {rank}"}) for rank in orders.ranks}
-        assert await transport.send(0, packed if orders.gathers else {0: "bytes"}) == {}
-
-    asyncio.run(publish())
+    assert await transport.open([taker], [BUCKET]) == {}
+    orders = transport.orders()
+    assert orders.gathers == (by == "handle")
+    assert orders.ranks == ({0: HANDLE, 1: HANDLE} if orders.gathers else {0: BYTES})
+    packed = {rank: json.dumps({"payload": f"handle of {rank}"}) for rank in orders.ranks}
+    assert await transport.send(0, packed if orders.gathers else {0: "bytes"}) == {}
     expected = {"handle": ["handle of 0", "handle of 1"], "value": ["bytes", "bytes"]}
     assert taker.taken == [expected[by]]
 

@@ -61,73 +61,68 @@ def publish_all(folders: WeightFolders, *versions, engine: Reader | None = None)
     asyncio.run(run())
 
 
-def test_engines_hold_every_version_though_only_changes_are_written(folders: WeightFolders) -> None:
+async def test_engines_hold_every_version_though_only_changes_are_written(
+    folders: WeightFolders,
+) -> None:
     engine = Reader()
 
-    async def run() -> None:
-        transport = by_delta(folders)
-        weights = make_weights()
-        await publish(transport, [engine], weights)
-        whole = newest(folders).num_bytes
-        for seed, names in enumerate((["embed"], ["norm", "router.bias"], [], ["down"])):
-            weights = nudge(weights, names, seed)
-            assert await publish(transport, [engine], weights) == {}
-            assert same(engine.weights, weights)
-            assert sorted(newest(folders).changes) == sorted(names)
-            assert newest(folders).num_bytes < whole / 4
-        assert engine.folder is not None
-        assert (engine.folder / "config.json").exists()
-        await transport.close()
-        assert not engine.folder.exists()
-
-    asyncio.run(run())
+    transport = by_delta(folders)
+    weights = make_weights()
+    await publish(transport, [engine], weights)
+    whole = newest(folders).num_bytes
+    for seed, names in enumerate((["embed"], ["norm", "router.bias"], [], ["down"])):
+        weights = nudge(weights, names, seed)
+        assert await publish(transport, [engine], weights) == {}
+        assert same(engine.weights, weights)
+        assert sorted(newest(folders).changes) == sorted(names)
+        assert newest(folders).num_bytes < whole / 4
+    assert engine.folder is not None
+    assert (engine.folder / "config.json").exists()
+    await transport.close()
+    assert not engine.folder.exists()
     assert shared(folders) == [("update_000001", True)] + [
         (f"update_{n:06d}", False) for n in range(2, 6)
     ]
 
 
-def test_a_whole_one_follows_when_changes_are_larger_or_the_layout_is_another(
+async def test_a_whole_one_follows_when_changes_are_larger_or_the_layout_is_another(
     folders: WeightFolders,
 ) -> None:
     engine = Reader()
 
-    async def run() -> None:
-        transport = by_delta(folders)
-        # nearly every element changes: two such take more than the whole
-        for seed in range(4):
-            await publish(transport, [engine], make_weights(seed))
-            assert same(engine.weights, make_weights(seed))
-            if seed == 2:
-                assert [whole for _, whole in shared(folders)] == [True, False, False]
-        assert shared(folders) == [("update_000004", True)]
-        fewer = {name: weight for name, weight in make_weights(9).items() if name != "norm"}
-        await publish(transport, [engine], fewer)
-        assert same(engine.weights, fewer)
-        assert shared(folders) == [("update_000005", True)]
-        await transport.close()
-
-    asyncio.run(run())
+    transport = by_delta(folders)
+    # nearly every element changes: two such take more than the whole
+    for seed in range(4):
+        await publish(transport, [engine], make_weights(seed))
+        assert same(engine.weights, make_weights(seed))
+        if seed == 2:
+            assert [whole for _, whole in shared(folders)] == [True, False, False]
+    assert shared(folders) == [("update_000004", True)]
+    fewer = {name: weight for name, weight in make_weights(9).items() if name != "norm"}
+    await publish(transport, [engine], fewer)
+    assert same(engine.weights, fewer)
+    assert shared(folders) == [("update_000005", True)]
+    await transport.close()
 
 
-def test_after_a_publication_that_was_given_up_the_next_is_whole(folders: WeightFolders) -> None:
+async def test_after_a_publication_that_was_given_up_the_next_is_whole(
+    folders: WeightFolders,
+) -> None:
     engine = Reader()
     first = make_weights(0)
     second = nudge(make_weights(0), ["embed"])
 
-    async def run() -> None:
-        transport = by_delta(folders)
-        await publish(transport, [engine], first)
-        buckets = layout(second)
-        await transport.open([engine], buckets)
-        await transport.close()
-        left = {path.name for path in folders.root.iterdir()}
-        assert left == {".lock", "update_000001"}
-        await publish(transport, [engine], second)
-        assert same(engine.weights, second)
-        assert shared(folders) == [("update_000002", True)]
-        await transport.close()
-
-    asyncio.run(run())
+    transport = by_delta(folders)
+    await publish(transport, [engine], first)
+    buckets = layout(second)
+    await transport.open([engine], buckets)
+    await transport.close()
+    left = {path.name for path in folders.root.iterdir()}
+    assert left == {".lock", "update_000001"}
+    await publish(transport, [engine], second)
+    assert same(engine.weights, second)
+    assert shared(folders) == [("update_000002", True)]
+    await transport.close()
 
 
 def test_an_engine_that_missed_some_gets_them_all(folders: WeightFolders, tmp_path: Path) -> None:
@@ -237,24 +232,23 @@ def test_a_disk_that_refuses_is_told(folders: WeightFolders) -> None:
 # --- engines that the user runs -------------------------------------------------------------------
 
 
-def test_engines_elsewhere_read_the_folder_of_their_own_follower(folders: WeightFolders) -> None:
+async def test_engines_elsewhere_read_the_folder_of_their_own_follower(
+    folders: WeightFolders,
+) -> None:
     engine = Reader(managed=False, url="http://10.0.0.2:30000")
     weights = make_weights()
 
-    async def run() -> None:
-        following = asyncio.create_task(keep_following(folders.root, [engine.url]))
-        transport = by_delta(folders, 20)
-        await publish(transport, [engine], weights)
-        assert same(engine.weights, weights)
-        changed = nudge(weights, ["embed"])
-        await publish(transport, [engine], changed)
-        assert same(engine.weights, changed)
-        assert len(list((folders.root / REPORTS).iterdir())) == 1
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        assert list((folders.root / REPORTS).iterdir()) == []
-
-    asyncio.run(run())
+    following = asyncio.create_task(keep_following(folders.root, [engine.url]))
+    transport = by_delta(folders, 20)
+    await publish(transport, [engine], weights)
+    assert same(engine.weights, weights)
+    changed = nudge(weights, ["embed"])
+    await publish(transport, [engine], changed)
+    assert same(engine.weights, changed)
+    assert len(list((folders.root / REPORTS).iterdir())) == 1
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert list((folders.root / REPORTS).iterdir()) == []
 
 
 def test_an_engine_without_a_follower_is_told_what_to_start(folders: WeightFolders) -> None:
@@ -345,23 +339,20 @@ def test_nobody_else_reads_the_weights_in_memory_or_foresees_their_name(tmp_path
         os.close(lock)
 
 
-def test_followers_of_one_host_name_write_notes_of_their_own(folders: WeightFolders) -> None:
+async def test_followers_of_one_host_name_write_notes_of_their_own(folders: WeightFolders) -> None:
     """Two containers may have one host name, and the same pids."""
 
-    async def run() -> None:
-        following = [
-            asyncio.create_task(keep_following(folders.root, [f"http://10.0.0.{i}:1"]))
-            for i in range(2)
-        ]
-        transport = by_delta(folders, 20)
-        engines = [Reader(managed=False, url=f"http://10.0.0.{i}:1") for i in range(2)]
-        assert await publish(transport, engines, make_weights()) == {}
-        assert len(list((folders.root / REPORTS).iterdir())) == 2
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
-
-    asyncio.run(run())
+    following = [
+        asyncio.create_task(keep_following(folders.root, [f"http://10.0.0.{i}:1"]))
+        for i in range(2)
+    ]
+    transport = by_delta(folders, 20)
+    engines = [Reader(managed=False, url=f"http://10.0.0.{i}:1") for i in range(2)]
+    assert await publish(transport, engines, make_weights()) == {}
+    assert len(list((folders.root / REPORTS).iterdir())) == 2
+    for task in following:
+        task.cancel()
+    await asyncio.gather(*following, return_exceptions=True)
 
 
 def test_two_trainers_do_not_publish_to_one_folder(folders: WeightFolders) -> None:

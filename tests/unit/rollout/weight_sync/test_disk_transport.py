@@ -38,20 +38,17 @@ def names(folders: WeightFolders) -> list[str]:
     return sorted(path.name for path in folders.root.iterdir() if path.name != ".lock")
 
 
-def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
+async def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
     engines = [Reader("a"), Reader("b")]
 
-    async def run() -> None:
-        transport = by_disk(folders)
-        for seed in range(3):
-            weights = make_weights(seed)
-            assert await publish(transport, engines, weights) == {}
-            for engine in engines:
-                assert same(engine.weights, weights)
-            assert names(folders) == [f"update_{seed + 1:06d}"]  # the older one is gone
-        await transport.close()
-
-    asyncio.run(run())
+    transport = by_disk(folders)
+    for seed in range(3):
+        weights = make_weights(seed)
+        assert await publish(transport, engines, weights) == {}
+        for engine in engines:
+            assert same(engine.weights, weights)
+        assert names(folders) == [f"update_{seed + 1:06d}"]  # the older one is gone
+    await transport.close()
     assert (published(folders.root)[0] / "config.json").read_text() == '{"model_type": "qwen3"}'
     assert (published(folders.root)[0] / "tokenizer.json").exists()
 
@@ -59,7 +56,7 @@ def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
 @pytest.mark.parametrize(
     ("transport", "sender"), [(DiskTransport, FolderSender), (DeltaTransport, DeltaSender)]
 )
-def test_a_relative_folder_is_the_same_for_both_halves(
+async def test_a_relative_folder_is_the_same_for_both_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Any, sender: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,63 +64,51 @@ def test_a_relative_folder_is_the_same_for_both_halves(
     both = Publication(transport(Path("weights"), timeout_s=5), sender(folders))
     engine = Reader("a")
 
-    async def run() -> None:
-        assert await publish(both, [engine], make_weights()) == {}
-        assert names(folders) == ["update_000001"]
-        await both.close()
-
-    asyncio.run(run())
+    assert await publish(both, [engine], make_weights()) == {}
+    assert names(folders) == ["update_000001"]
+    await both.close()
     assert same(engine.weights, make_weights())
 
 
-def test_what_an_engine_still_has_is_kept(folders: WeightFolders) -> None:
+async def test_what_an_engine_still_has_is_kept(folders: WeightFolders) -> None:
     first = Reader("a")
     second = Reader("b")
 
-    async def run() -> None:
-        transport = by_disk(folders)
-        await publish(transport, [first, second], make_weights(0))
-        # it alone had missed something
-        await publish(transport, [second], make_weights(0))
-        assert names(folders) == ["update_000001", "update_000002"]
-        second.broken = True
-        failed = await publish(transport, [first, second], make_weights(1))
-        assert failed == {second: "RuntimeError: out of memory"}
-        assert names(folders) == ["update_000003"]
-        assert same(first.weights, make_weights(1))
-
-    asyncio.run(run())
+    transport = by_disk(folders)
+    await publish(transport, [first, second], make_weights(0))
+    # it alone had missed something
+    await publish(transport, [second], make_weights(0))
+    assert names(folders) == ["update_000001", "update_000002"]
+    second.broken = True
+    failed = await publish(transport, [first, second], make_weights(1))
+    assert failed == {second: "RuntimeError: out of memory"}
+    assert names(folders) == ["update_000003"]
+    assert same(first.weights, make_weights(1))
 
 
-def test_what_an_engine_had_that_has_left_is_removed(folders: WeightFolders) -> None:
+async def test_what_an_engine_had_that_has_left_is_removed(folders: WeightFolders) -> None:
     """A run that engines join and leave would fill the disk, a model each."""
     first = Reader("a")
 
-    async def run() -> None:
-        transport = by_disk(folders)
-        await publish(transport, [first, Reader("guest")], make_weights(0))
-        await publish(transport, [first], make_weights(1))
-        assert names(folders) == ["update_000001", "update_000002"], "the guest may be there still"
-        transport.transport.has_all_engines = True
-        await publish(transport, [first], make_weights(2))
-        assert names(folders) == ["update_000003"]
-
-    asyncio.run(run())
+    transport = by_disk(folders)
+    await publish(transport, [first, Reader("guest")], make_weights(0))
+    await publish(transport, [first], make_weights(1))
+    assert names(folders) == ["update_000001", "update_000002"], "the guest may be there still"
+    transport.transport.has_all_engines = True
+    await publish(transport, [first], make_weights(2))
+    assert names(folders) == ["update_000003"]
 
 
-def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolders) -> None:
+async def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolders) -> None:
     weights = make_weights()
     buckets = layout(weights)
 
-    async def run() -> None:
-        transport = by_disk(folders)
-        await transport.open([Reader()], buckets)
-        await transport.send(buckets[0], flatten(buckets[0], weights))
-        assert published(folders.root) == []
-        await transport.close()
-        assert names(folders) == []
-
-    asyncio.run(run())
+    transport = by_disk(folders)
+    await transport.open([Reader()], buckets)
+    await transport.send(buckets[0], flatten(buckets[0], weights))
+    assert published(folders.root) == []
+    await transport.close()
+    assert names(folders) == []
 
 
 def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(
@@ -140,7 +125,7 @@ def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(
     assert same(engine.weights, make_weights(1))
 
 
-def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
+async def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
     folders: WeightFolders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NFS keeps what an engine has open."""
@@ -148,13 +133,10 @@ def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
     def refuse(folder: Path) -> None:
         raise OSError(39, "Directory not empty", str(folder))
 
-    async def run() -> None:
-        transport = by_disk(folders)
-        await publish(transport, [Reader()], make_weights(0))
-        monkeypatch.setattr("rollout.weight_sync.folders.remove_tree", refuse)
-        assert await publish(transport, [Reader()], make_weights(1)) == {}
-
-    asyncio.run(run())
+    transport = by_disk(folders)
+    await publish(transport, [Reader()], make_weights(0))
+    monkeypatch.setattr("rollout.weight_sync.folders.remove_tree", refuse)
+    assert await publish(transport, [Reader()], make_weights(1)) == {}
     assert names(folders) == ["update_000001", "update_000002"]
     assert "update_000001 could not be removed" in caplog.text
 

@@ -73,82 +73,67 @@ async def begin(server: EngineServer) -> None:
     await server.verbs["begin_update"]({"buckets": orjson.loads(orjson.dumps(BUCKETS))})
 
 
-def test_the_answer_comes_before_the_bucket_is_applied_and_the_end_waits_for_all() -> None:
-    async def run() -> None:
-        server, engine = serve()
-        await begin(server)
-        await asyncio.wait_for(server.verbs["receive_bucket"]({"index": 0}), 20)
-        assert engine.applied == []
-        second = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
-        await asyncio.sleep(0.05)
-        # its bytes are here, but the third would overwrite the first
-        assert not second.done()
-        engine.may_apply.set()
-        await second
-        await server.verbs["receive_bucket"]({"index": 2})
-        await server.verbs["end_update"]({})
-        assert engine.applied == [0, 1, 2]
-        assert engine.ended
-
-    asyncio.run(run())
+async def test_the_answer_comes_before_the_bucket_is_applied_and_the_end_waits_for_all() -> None:
+    server, engine = serve()
+    await begin(server)
+    await asyncio.wait_for(server.verbs["receive_bucket"]({"index": 0}), 20)
+    assert engine.applied == []
+    second = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
+    await asyncio.sleep(0.05)
+    # its bytes are here, but the third would overwrite the first
+    assert not second.done()
+    engine.may_apply.set()
+    await second
+    await server.verbs["receive_bucket"]({"index": 2})
+    await server.verbs["end_update"]({})
+    assert engine.applied == [0, 1, 2]
+    assert engine.ended
 
 
-def test_calls_that_come_in_another_order_wait_for_their_turn() -> None:
-    async def run() -> None:
-        server, engine = serve()
-        await begin(server)
-        engine.may_apply.set()
-        receive = server.verbs["receive_bucket"]
-        await asyncio.wait_for(asyncio.gather(*(receive({"index": k}) for k in (2, 1, 0))), 20)
-        await server.verbs["end_update"]({})
-        assert engine.applied == [0, 1, 2]
-
-    asyncio.run(run())
+async def test_calls_that_come_in_another_order_wait_for_their_turn() -> None:
+    server, engine = serve()
+    await begin(server)
+    engine.may_apply.set()
+    receive = server.verbs["receive_bucket"]
+    await asyncio.wait_for(asyncio.gather(*(receive({"index": k}) for k in (2, 1, 0))), 20)
+    await server.verbs["end_update"]({})
+    assert engine.applied == [0, 1, 2]
 
 
-def test_a_call_that_waits_is_refused_when_the_bucket_before_it_fails() -> None:
-    async def run() -> None:
-        server, _ = serve()
-        await begin(server)
-        server._group = None
-        later = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
-        await asyncio.sleep(0)
-        with pytest.raises(RunFailed, match="is in no weight group"):
-            await server.verbs["receive_bucket"]({"index": 0})
-        with pytest.raises(RunFailed, match="bucket 1 cannot be taken: bucket 0 was not"):
-            await asyncio.wait_for(later, 20)
-
-    asyncio.run(run())
+async def test_a_call_that_waits_is_refused_when_the_bucket_before_it_fails() -> None:
+    server, _ = serve()
+    await begin(server)
+    server._group = None
+    later = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
+    await asyncio.sleep(0)
+    with pytest.raises(RunFailed, match="is in no weight group"):
+        await server.verbs["receive_bucket"]({"index": 0})
+    with pytest.raises(RunFailed, match="bucket 1 cannot be taken: bucket 0 was not"):
+        await asyncio.wait_for(later, 20)
 
 
 @pytest.mark.parametrize("told_by", ["receive_bucket", "end_update"])
-def test_a_bucket_that_cannot_be_applied_is_told_with_the_next_step(told_by: str) -> None:
-    async def run() -> None:
-        server, engine = serve()
-        await begin(server)
-        engine.fails = True
-        engine.may_apply.set()
-        await server.verbs["receive_bucket"]({"index": 0})
-        with pytest.raises(RunFailed, match="out of memory"):
-            await server.verbs[told_by]({"index": 1})
-        assert not engine.ended
-
-    asyncio.run(run())
+async def test_a_bucket_that_cannot_be_applied_is_told_with_the_next_step(told_by: str) -> None:
+    server, engine = serve()
+    await begin(server)
+    engine.fails = True
+    engine.may_apply.set()
+    await server.verbs["receive_bucket"]({"index": 0})
+    with pytest.raises(RunFailed, match="out of memory"):
+        await server.verbs[told_by]({"index": 1})
+    assert not engine.ended
 
 
-def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> None:
-    async def run() -> None:
-        server, engine = serve()
-        await begin(server)
-        engine.fails = True
-        engine.may_apply.set()
-        await server.verbs["receive_bucket"]({"index": 0})
-        await begin(server)
-        engine.fails = False
-        server._group = Group()  # type: ignore[assignment]
-        for index in range(3):
-            await server.verbs["receive_bucket"]({"index": index})
-        await server.verbs["end_update"]({})
-        assert engine.ended
-
-    asyncio.run(run())
+async def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> None:
+    server, engine = serve()
+    await begin(server)
+    engine.fails = True
+    engine.may_apply.set()
+    await server.verbs["receive_bucket"]({"index": 0})
+    await begin(server)
+    engine.fails = False
+    server._group = Group()  # type: ignore[assignment]
+    for index in range(3):
+        await server.verbs["receive_bucket"]({"index": index})
+    await server.verbs["end_update"]({})
+    assert engine.ended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -377,24 +376,21 @@ time.sleep(60)
 """
 
 
-def test_a_second_start_ends_the_first_server(tmp_path: Path, folder: Path) -> None:
+async def test_a_second_start_ends_the_first_server(tmp_path: Path, folder: Path) -> None:
     """With a stand-in for the engines' interpreter, which does not run what it is given."""
     one = server(tmp_path, folder)
     (tmp_path / "python").write_text(SERVER.format(python=sys.executable))
     (tmp_path / "python").chmod(0o755)
 
-    async def scenario() -> None:
-        url = await one.start()
-        first = one.pid
-        assert url.startswith("http://127.0.0.1:")
-        await one.start()
-        assert one.pid != first
-        assert members(first) == []
-        assert members(one.pid) == [one.pid]
-        await one.stop()
-        assert members(one.pid) == []
-
-    asyncio.run(scenario())
+    url = await one.start()
+    first = one.pid
+    assert url.startswith("http://127.0.0.1:")
+    await one.start()
+    assert one.pid != first
+    assert members(first) == []
+    assert members(one.pid) == [one.pid]
+    await one.stop()
+    assert members(one.pid) == []
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"])
