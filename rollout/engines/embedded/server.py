@@ -32,7 +32,7 @@ from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_bod
 from rlcore.boundary.process_tree import die_with_parent
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
-from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.errors import RlcoreError, RunFailed, UserError
 from rlcore.tls import server_context
 from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns, OutOfTurn
@@ -43,12 +43,6 @@ from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_ide
 
 MAX_BODY = 1 << 30
 PARENT_POLL_S = 0.5
-STATUS: dict[type[RlcoreError], int] = {
-    UserError: 400,
-    ModelError: 400,
-    DeadlineExceeded: 504,
-    RunFailed: 409,
-}
 
 logger = logging.getLogger("rollout.engines.embedded.server")
 Verb = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -109,29 +103,27 @@ class EngineServer:
             request.headers.get("Authorization", "").encode(errors="surrogateescape"),
             self._key.encode(),
         ):
-            return reply({"error": "the API key is missing or wrong", "type": "UserError"}, 401)
+            return refused("the API key is missing or wrong", "UserError", 401)
         name = request.path.removeprefix("/")
         verb = self.verbs.get(name)
         if verb is None or request.method != "POST":
             error = f"no route {request.method} {request.path}; there are {', '.join(self.verbs)}"
-            return reply({"error": error, "type": "UserError"}, 404)
+            return refused(error, "UserError", 404)
         try:
             body = orjson.loads(await read_body(request, MAX_BODY) or b"{}")
-            return reply({"result": await verb(body)})
+            return reply({"result": await verb(body)}, 200)
         except RlcoreError as error:
-            kind = next(kind for kind in (*STATUS, RlcoreError) if isinstance(error, kind))
-            return reply({"error": str(error), "type": type(error).__name__}, STATUS.get(kind, 500))
-        except BodyRefused as refused:
-            return reply({"error": str(refused), "type": "UserError"}, refused.status)
+            status = 400 if isinstance(error, UserError) else 500
+            return refused(str(error), type(error).__name__, status)
+        except BodyRefused as error:
+            return refused(str(error), "UserError", error.status)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             logger.warning("/%s: bad request: %r", name, error)
-            return reply(
-                {"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400
-            )
+            return refused(f"bad request: {type(error).__name__}: {error}", "UserError", 400)
         # An error of torch, such as out of memory; the caller decides what follows.
         except RuntimeError as error:
             logger.exception("/%s", name)
-            return reply({"error": f"{type(error).__name__}: {error}", "type": "RunFailed"}, 500)
+            return refused(f"{type(error).__name__}: {error}", "RunFailed", 500)
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         results = await self.engine.generate(
@@ -213,7 +205,12 @@ class EngineServer:
         }
 
 
-def reply(body: Any, status: int = 200) -> web.Response:
+def refused(error: str, kind: str, status: int) -> web.Response:
+    """Return a response with an error, which the client raises as a `kind`."""
+    return reply({"error": error, "type": kind}, status)
+
+
+def reply(body: Any, status: int) -> web.Response:
     """Return a JSON response."""
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
