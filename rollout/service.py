@@ -35,7 +35,7 @@ from rollout.collection.buffer import BufferedGroup, PublishedVersions, StepGrou
 from rollout.collection.collector import Collector
 from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
-from rollout.collection.runners import training_runner
+from rollout.collection.group_runner import training_runner
 from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.engine_list import EngineList, keep_shown
@@ -335,8 +335,8 @@ class RolloutService:
             engine_restarts=self.fleet.restarts,
             retried_requests=self._dispatcher.retried,
             overdue_requests=self._dispatcher.overdue,
-            resumed_responses=self._training.partial.resumed_responses,
-            resumed_tokens=self._training.partial.resumed_tokens,
+            resumed_responses=self._training.attempts.partial.resumed_responses,
+            resumed_tokens=self._training.attempts.partial.resumed_tokens,
             failed_tries=failed.total(),
             **{f"failed_tries_{kind}": count for kind, count in failed.items()},
         )

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rlcore.data.generation import Completion, GenerateRequest
-from rollout.collection import runners
+from rollout.collection import group_runner
 from rollout.collection.group_runner import GroupRunner
 from rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -76,6 +76,6 @@ def long_tailed(delay: Delay) -> Iterator[None]:
 
     with (
         patch("rollout.engines.embedded.factory.EmbeddedEngine", engine),
-        patch.object(runners, "GroupRunner", one_by_one),
+        patch.object(group_runner, "GroupRunner", one_by_one),
     ):
         yield

@@ -23,9 +23,10 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Container, Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,7 +186,7 @@ def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
 
 
 Make = Callable[[Generate], Awaitable[Any]]
-"""Calls the workflow with the function that generates completions."""
+Stage = Literal["start", "generation", "workflow", "reward", "done"]
 
 
 class GivenUp(Exception):
@@ -203,10 +204,11 @@ class Aborted(GivenUp):
 class Attempts:
     """Makes the rollouts of a workflow, each in up to 1 + `retries` tries."""
 
-    def __init__(self, settings: WorkflowConfig) -> None:
+    def __init__(self, settings: WorkflowConfig, partial: PartialRollouts) -> None:
         self._name = settings.name
         self._timeout_s = settings.timeout_s
         self._retries = settings.retries
+        self.partial = partial
         # number of failed tries by kind of failure
         self.failed: Counter[str] = Counter()
         # causes of failures that were logged already
@@ -216,18 +218,20 @@ class Attempts:
         self,
         make: Make,
         generate: Generate,
-        check: Callable[[Any], list[Sample]],
+        check: Callable[[Any, Container[int]], list[Sample]],
         *,
-        of: object,
         where: str,
+        enter: Callable[[Stage], None] = lambda stage: None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> list[Sample]:
         """The samples of the first successful try.
 
         Args:
-            check: validates the result; raises RolloutFailed if it is no list of samples.
-            of: the workflow; its location is named if the failing line is unknown.
+            make: calls the workflow with the function that generates completions.
+            check: validates the result, given the versions of the tokens that the workflow got;
+                raises RolloutFailed if it is no list of samples.
             where: prompt and draw, for messages.
+            enter: is called when the workflow begins and ends to wait for engines.
             withdraw: cancels requests that a try left behind.
 
         Raises:
@@ -235,13 +239,13 @@ class Attempts:
             Aborted: a try failed after an engine aborted one of its turns.
             RlcoreError: an engine failed, or the workflow reports a wrong configuration.
         """
-        answers: dict[Hashable, list[Completion]] = {}
+        answers: dict[Hashable, list[Completion]] | None = {} if self._retries else None
         pause = RETRY_S
         for retries_left in range(self._retries, -1, -1):
-            attempt = _Attempt(generate, answers if self._retries else None)
+            attempt = _Attempt(partial(self.partial.whole, generate), answers, enter)
             found: list[Sample] | RolloutFailed
             try:
-                found = check(await self._result(make, attempt))
+                found = check(await self._result(make, attempt), attempt.versions)
             except RolloutFailed as error:
                 found = error
             finally:
@@ -255,7 +259,7 @@ class Attempts:
                 for sample in found if attempt.aborted else ():
                     sample.finish_reason = "abort"
                 return found
-            place = found.place or place_of(of)
+            place = found.place or place_of(make)
             failure = Failure(found.kind, f"workflow {self._name}", where, found.message, place)
             if attempt.aborted:
                 raise Aborted(failure) from found
@@ -272,18 +276,21 @@ class Attempts:
         try:
             while not task.done() and (left := self._timeout_s - attempt.seconds()) > 0:
                 await asyncio.wait({task}, timeout=max(left, CLOCK_S))
-        except asyncio.CancelledError:
-            # the group is given up: end its try as well
-            await _end(task, attempt)
-            raise
-        if not task.done():
-            place = place_of_task(task)
-            await _end(task, attempt)
-            raise RolloutFailed(
-                "timeout",
-                f"it took more than {self._timeout_s:g} s (rollout.workflow.timeout_s)",
-                place,
-            )
+            if not task.done():
+                raise RolloutFailed(
+                    "timeout",
+                    f"it took more than {self._timeout_s:g} s (rollout.workflow.timeout_s)",
+                    place_of_task(task),
+                )
+        finally:
+            # too late, or the group is given up: end the try
+            if not task.done():
+                # requests of a try that resists its cancellation are refused
+                attempt.ended = True
+                # retrieve its exception, which asyncio would log otherwise
+                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_S)
         if task.cancelled():
             raise RolloutFailed("error", "it was cancelled from within")
         return task.result()
@@ -307,7 +314,10 @@ class _Attempt:
     """One try: forwards its requests to engines, or replays earlier answers."""
 
     def __init__(
-        self, generate: Generate, answers: dict[Hashable, list[Completion]] | None
+        self,
+        generate: Generate,
+        answers: dict[Hashable, list[Completion]] | None,
+        enter: Callable[[Stage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
@@ -319,9 +329,12 @@ class _Attempt:
         # whether an engine aborted at least one turn
         self.aborted = False
         self.engine_error: RlcoreError | None = None
+        # versions that made a token of an answer
+        self.versions: set[int] = set()
         self._generate = generate
         # answers of this try and earlier ones; None: keep none
         self._answers = answers
+        self._enter = enter
 
     def seconds(self) -> float:
         """Seconds so far without a pending engine request."""
@@ -334,12 +347,24 @@ class _Attempt:
         # everything that determines the answer to a request
         prompt = hashlib.blake2b(request.prompt.tobytes(), digest_size=16).digest()
         key = (request.rid, request.n, request.sampling, prompt)
-        if self._answers is not None and key in self._answers:
-            return self._answers[key]
+        found = None if self._answers is None else self._answers.get(key)
+        if found is None:
+            found = await self._ask(request)
+            if any(completion.finish_reason == "abort" for completion in found):
+                self.aborted = True
+            elif self._answers is not None:
+                self._answers[key] = found
+        self.versions.update(span.version for one in found for span in one.versions)
+        return found
+
+    async def _ask(self, request: GenerateRequest) -> list[Completion]:
         self._seconds = self.seconds()
         self._waiting += 1
+        self._enter("generation")
         try:
             found = await self._generate(request)
+            self._enter("workflow")
+            return found
         except UserError:
             # the request is wrong; no engine has failed
             raise
@@ -350,11 +375,6 @@ class _Attempt:
         finally:
             self._waiting -= 1
             self._since = self._loop.time()
-        if any(completion.finish_reason == "abort" for completion in found):
-            self.aborted = True
-        elif self._answers is not None:
-            self._answers[key] = found
-        return found
 
 
 async def _call(make: Make, generate: Generate) -> Any:
@@ -371,12 +391,3 @@ async def _call(make: Make, generate: Generate) -> Any:
         raise
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise failure_of(error) from error
-
-
-async def _end(task: asyncio.Task[Any], attempt: _Attempt) -> None:
-    """Cancel a try; requests of a try that resists cancellation are refused."""
-    attempt.ended = True
-    # retrieve its exception, which asyncio would log otherwise
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    task.cancel()
-    await asyncio.wait({task}, timeout=CANCEL_S)

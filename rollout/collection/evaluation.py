@@ -19,8 +19,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed, TooManyFailed
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.collection.evaluation_metrics import quoted_metrics, rollouts_of, verdict_of
-from rollout.collection.group_runner import Group, GroupRunner
-from rollout.collection.runners import evaluation_runner
+from rollout.collection.group_runner import Group, GroupRunner, evaluation_runner
 from rollout.conversation.samples import of_prompt
 from rollout.failures import commonest
 from rollout.fleet.dispatcher import Dispatcher
@@ -79,7 +78,15 @@ class HeldOutSet:
                 f"all {failed} rollouts of the evaluation failed; the commonest failure, {count}"
                 f" times: {first}"
             )
-        self._check(rewards)
+        if len(rewards.unscored) < rewards.samples:
+            self.has_scores = True
+        elif rewards.unscored and not self.has_scores:
+            first, count = commonest(rewards.unscored)
+            name = f" of set {self.given.name}" if self.given.name else ""
+            raise TooManyFailed(
+                f"the rewards of all {rewards.samples} samples of the evaluation{name} failed; the"
+                f" commonest failure, {count} times: {first}"
+            )
         if self.given.name:
             for sample in samples:
                 sample.metadata[SET_KEY] = self.given.name
@@ -96,17 +103,6 @@ class HeldOutSet:
         }
         return {self.given.prefix + name: value for name, value in metrics.items()}, samples
 
-    def _check(self, rewards: FailureCounts) -> None:
-        if len(rewards.unscored) < rewards.samples:
-            self.has_scores = True
-        elif rewards.unscored and not self.has_scores:
-            failure, count = commonest(rewards.unscored)
-            name = f" of set {self.given.name}" if self.given.name else ""
-            raise TooManyFailed(
-                f"the rewards of all {rewards.samples} samples of the evaluation{name} failed; the"
-                f" commonest failure, {count} times: {failure}"
-            )
-
     def _failed(self, group: Group) -> list[Sample]:
         """Placeholders for failed rollouts: wrong answers without a token.
 
@@ -114,28 +110,30 @@ class HeldOutSet:
         """
         if not group.failures:
             return []
-        made = {sample.rollout_id for sample in (*group.samples, *group.unscored)}
+        made = [*group.samples, *group.unscored]
+        known = {sample.rollout_id for sample in made}
         failure = group.failures[0]
         prompt = self.prompts[group.draw]
-        standing = [
-            Sample(
-                **of_prompt(prompt, group.draw, index),
-                tokens=prompt.tokens,
-                loss_mask=np.zeros(len(prompt.tokens), dtype=np.uint8),
-                rollout_logprobs=np.zeros(0, dtype=np.float32),
-                versions=(),
-                finish_reason="timeout" if failure.kind == "timeout" else "env",
-                reward=self.failed_reward,
-            )
-            for index in range(self.given.samples_per_prompt)
-        ]
-        standing = [sample for sample in standing if sample.rollout_id not in made]
-        for place, sample in enumerate(standing, len(group.samples) + len(group.unscored)):
-            sample.index = place
+        standing: list[Sample] = []
+        for index in range(self.given.samples_per_prompt):
+            fields = of_prompt(prompt, group.draw, index)
+            if fields["rollout_id"] in known:
+                continue
+            fields["index"] = len(made) + len(standing)
             # a data column of that name is not a verdict
-            for key in VERDICTS:
-                sample.metadata.pop(key, None)
-            sample.metadata["reward_error"] = str(failure)
+            row = {key: value for key, value in prompt.row.items() if key not in VERDICTS}
+            fields["metadata"] = row | {"reward_error": str(failure)}
+            standing.append(
+                Sample(
+                    **fields,
+                    tokens=prompt.tokens,
+                    loss_mask=np.zeros(len(prompt.tokens), dtype=np.uint8),
+                    rollout_logprobs=np.zeros(0, dtype=np.float32),
+                    versions=(),
+                    finish_reason="timeout" if failure.kind == "timeout" else "env",
+                    reward=self.failed_reward,
+                )
+            )
         return standing
 
     def describe_wait(self) -> str:

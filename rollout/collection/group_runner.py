@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from rlcore.algorithms import estimator_plugin
 from rlcore.config import Config
-from rlcore.data.generation import Completion, Generate, GenerateRequest
+from rlcore.config.derived import recorded_fields
+from rlcore.config.evaluation_sets import EvaluationSet
+from rlcore.data.generation import Generate, SamplingParams
+from rlcore.data.loading import context_of
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.data.sample_checks import check_sample
-from rlcore.data.tokenizer import decode
+from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RolloutFailed
 from rlcore.timeline.recorder import GROUP, group_key
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.collection.attempts import Aborted, Attempts, GivenUp, Make, PartialRollouts
+from rollout.collection.attempts import Aborted, Attempts, GivenUp, Make, PartialRollouts, Stage
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
 from rollout.failures import Failure
 from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
-from rollout.workflows.context import WorkflowContext
+from rollout.workflows.context import NO_LIMIT, WorkflowContext
 from rollout.workflows.registry import build_workflow
 
-WHOLE = -1
-WorkflowKey = tuple[int, bool, int]
-"""A workflow call: its draw, whether it is the greedy baseline, its rollout or WHOLE group."""
-Stage = Literal["start", "generation", "workflow", "reward"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-
-class Stages:
-    """The stage and the prompt of each unfinished workflow."""
-
-    def __init__(self) -> None:
-        self._found: dict[WorkflowKey, tuple[Stage, Prompt]] = {}
-        # updated incrementally: it is read at every turn, with thousands of workflows
-        self.starting = 0
-
-    def enter(self, key: WorkflowKey, stage: Stage, prompt: Prompt) -> None:
-        """Record that the workflow of this prompt has reached a stage."""
-        before, _ = self._found.get(key, (None, None))
-        self._found[key] = (stage, prompt)
-        self.starting += (stage == "start") - (before == "start")
-
-    def leave(self, key: WorkflowKey) -> None:
-        """Remove a workflow, if it is known."""
-        stage, _ = self._found.pop(key, (None, None))
-        self.starting -= stage == "start"
-
-    def waiting(self, stages: Container[str], of: Container[int] | None = None) -> dict[int, str]:
-        """The draws (among `of`) in one of the stages, with the ids of their prompts."""
-        return {
-            draw: prompt.prompt_id
-            for (draw, _, _), (stage, prompt) in self._found.items()
-            if stage in stages and (of is None or draw in of)
-        }
+EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from training's
+# keeps the addresses of greedy requests apart from those of the same draw's samples
+BASELINE_SEED = 0x67726565
 
 
 @dataclass
@@ -88,6 +67,18 @@ class Group:
         return self.cut or any(
             sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy)
         )
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a workflow, which makes a rollout of a draw or its whole group."""
+
+    draw: int
+    prompt: Prompt
+    greedy: bool
+    make: Make
+    generate: Generate
+    stage: Stage = "start"
 
 
 class GroupRunner:
@@ -122,24 +113,33 @@ class GroupRunner:
     ) -> None:
         self.workflow_name = config.rollout.workflow.name
         self.workflow = build_workflow(context)
-        self.greedy = None if greedy is None else build_workflow(greedy)
+        self._greedy = None if greedy is None else build_workflow(greedy)
         self._seed = context.seed
-        # rollouts run separately, so each waits only for itself
-        self._rollouts = {
-            False: _rollouts_of(self.workflow, context),
-            True: _rollouts_of(self.greedy, greedy) if greedy is not None else (),
-        }
+        # the calls of each draw: (workflow, whether greedy, rollout; None: the whole group)
+        self._parts: list[tuple[Any, bool, int | None]] = [
+            (workflow, of is greedy, rollout)
+            for workflow, of in ((self.workflow, context), (self._greedy, greedy))
+            if of is not None
+            # rollouts run separately, so each waits only for itself
+            for rollout in (
+                range(of.samples_per_prompt)
+                if callable(getattr(workflow, "rollout", None))
+                else (None,)
+            )
+        ]
         self.dispatcher = dispatcher
         self.scorer = scorer
         self.tokenizer = context.tokenizer
-        self.partial = PartialRollouts(context.tokenizer)
-        self.attempts = Attempts(config.rollout.workflow)
+        self.attempts = Attempts(config.rollout.workflow, PartialRollouts(context.tokenizer))
         self.part_of_a_group = part_of_a_group
         self._min_scored = min_scored
         self.batched = kind_of(config.rollout.engine.kind).batches
         self.recorded = recorded
         self._vocab_size = folder_vocab_size(config.model.path)
-        self._stages = Stages()
+        # calls that have not ended, in the order of their draws
+        self._unfinished: dict[_Call, None] = {}
+        # how many of them are at their start; counted, since it is read at every turn
+        self._starting = 0
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
         """The groups of the draws, in the order of `prompts`, failed ones included.
@@ -151,141 +151,119 @@ class GroupRunner:
             RunFailed: an engine or the reward failed; names it. All groups are given up then.
             UserError: the workflow reports a wrong configuration.
         """
-        kinds = (False,) if self.greedy is None else (False, True)
         batcher = LockstepBatcher(self.dispatcher.batch) if self.batched else None
-        generators: dict[int, dict[WorkflowKey, Generate]] = {}
+        calls: dict[int, list[_Call]] = {draw: [] for draw in prompts}
         for draw, prompt in prompts.items():
-            keys = [(draw, kind, rollout) for kind in kinds for rollout in self._rollouts[kind]]
-            for key in keys:
-                self._stages.enter(key, "start", prompt)
-            generators[draw] = {
-                key: batcher.enter(key) if batcher else self.dispatcher.one for key in keys
-            }
+            for workflow, greedy, rollout in self._parts:
+                if rollout is None:
+                    make: Make = partial(workflow, prompt, draw)
+                else:
+                    make = partial(workflow.rollout, prompt, draw, rollout)
+                call = _Call(draw, prompt, greedy, make, self.dispatcher.one)
+                if batcher:
+                    call.generate = batcher.enter(call)
+                calls[draw].append(call)
+                self._unfinished[call] = None
+                self._starting += 1
         try:
-            return await gather_or_cancel(
-                *(self._group(prompts[draw], own, batcher) for draw, own in generators.items())
-            )
+            return await gather_or_cancel(*(self._group(own, batcher) for own in calls.values()))
         finally:
-            for own in generators.values():
-                for key in own:
-                    self._stages.leave(key)
+            self._leave([call for own in calls.values() for call in own], None)
             if batcher:
                 await batcher.close()
 
-    async def _group(
-        self,
-        prompt: Prompt,
-        generators: Mapping[WorkflowKey, Generate],
-        batcher: LockstepBatcher | None,
-    ) -> Group:
+    def _enter(self, call: _Call, stage: Stage) -> None:
+        self._starting -= call.stage == "start"
+        call.stage = stage
+
+    def _leave(self, calls: Sequence[_Call], batcher: LockstepBatcher | None) -> None:
+        """Forget calls. May be called twice."""
+        for call in calls:
+            self._enter(call, "done")
+            self._unfinished.pop(call, None)
+            # only when all have ended, so that no batch holds a part of a failed group
+            if batcher:
+                batcher.leave(call)
+
+    async def _group(self, calls: Sequence[_Call], batcher: LockstepBatcher | None) -> Group:
         """The scored group of one draw, or an empty group with the reason."""
-        draw, _, _ = next(iter(generators))
+        draw = calls[0].draw
         # inherited by the tasks that this one starts
         GROUP.set(group_key(self._seed, draw))
         group = Group(draw, [])
-        work = [self._samples(key, prompt, one, batcher) for key, one in generators.items()]
+        work = [self._samples(call, batcher) for call in calls]
         try:
             # a task costs time, so a single workflow runs in this one
             made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
-            for (_, greedy, _), found in zip(generators, made, strict=True):
+            for call, found in zip(calls, made, strict=True):
                 if isinstance(found, Failure):
                     group.failures.append(found)
                 else:
-                    (group.greedy if greedy else group.samples).extend(found)
-            _number(group.samples)
-            _number(group.greedy)
-            return await self._scored(group)
+                    (group.greedy if call.greedy else group.samples).extend(found)
+            if group.samples:
+                await self._score(group)
+            return group
         except Aborted:
-            return replace(group, cut=True)
+            return Group(draw, [], cut=True)
         except GivenUp as given_up:
-            return replace(group, failures=[given_up.failure])
+            return Group(draw, [], failures=[given_up.failure])
         finally:
-            for key in generators:
-                self._stages.leave(key)
-                # wait until all have ended, so that no batch holds a part of a failed group
-                if batcher:
-                    batcher.leave(key)
+            self._leave(calls, batcher)
 
     async def _samples(
-        self,
-        key: WorkflowKey,
-        prompt: Prompt,
-        generate: Generate,
-        batcher: LockstepBatcher | None,
+        self, call: _Call, batcher: LockstepBatcher | None
     ) -> list[Sample] | Failure:
-        """The unscored samples that one workflow makes from its prompt."""
-        draw, greedy, rollout = key
-        workflow: Any = self.greedy if greedy and self.greedy else self.workflow
-        # versions that made at least one token
-        made: set[int] = set()
-
-        make: Make
-        if rollout == WHOLE:
-            make = partial(workflow, prompt, draw)
-        else:
-            make = partial(workflow.rollout, prompt, draw, rollout)
+        """The unscored samples that one call makes, with their texts."""
+        samples: list[Sample] | Failure
         try:
-            samples: list[Sample] | Failure = await self.attempts.run(
-                make,
-                self._staged(key, prompt, generate, made),
-                partial(self._checked, draw=draw, greedy=greedy, versions=made),
-                of=workflow,
-                where=f"{prompt.prompt_id} (draw {draw})",
-                withdraw=(lambda: batcher.withdraw(key)) if batcher else (lambda: None),
+            samples = await self.attempts.run(
+                call.make,
+                call.generate,
+                partial(self._checked, call),
+                where=f"{call.prompt.prompt_id} (draw {call.draw})",
+                enter=partial(self._enter, call),
+                withdraw=partial(batcher.withdraw, call) if batcher else lambda: None,
             )
         except GivenUp as given_up:
             if not self.part_of_a_group:
                 raise
             samples = given_up.failure
         if batcher:
-            batcher.leave(key)
-        if not isinstance(samples, Failure):
+            batcher.leave(call)
+        if isinstance(samples, list):
             bare = [s for s in samples if not s.response_text and not s.turn_spans]
             texts = decode(self.tokenizer, [one.tokens[one.loss_mask == 1] for one in bare])
             for sample, text in zip(bare, texts, strict=True):
                 sample.response_text = text
-        self._stages.enter(key, "reward", prompt)
+        self._enter(call, "reward")
         return samples
 
-    async def _scored(self, group: Group) -> Group:
-        """The same group with its rewards, from one call of the scorer.
+    async def _score(self, group: Group) -> None:
+        """Reward the samples of a group, by one call of the scorer.
 
         A rollout without a score loses all its samples. A group with too few scored rollouts, or
         without a required baseline, loses all samples.
         """
-        if not group.samples:
-            return group
-        counts = await self.scorer.score(group.samples, group.greedy)
+        for samples in (group.samples, group.greedy):
+            # number the samples of a draw if a rollout made several
+            if len({sample.index for sample in samples}) < len(samples):
+                for place, sample in enumerate(samples):
+                    sample.index = place
+        group.rewards = await self.scorer.score(group.samples, group.greedy)
         lost = {sample.rollout_id for sample in group.samples if not sample.is_scored}
         scored = [sample for sample in group.samples if sample.rollout_id not in lost]
-        unscored = [sample for sample in group.samples if sample.rollout_id in lost]
         baselines = [sample.reward for sample in group.greedy if sample.is_scored]
         # only if rollouts were lost: a workflow may make fewer rollouts on purpose
         few = lost and len({sample.rollout_id for sample in scored}) < self._min_scored
         if not self.part_of_a_group and (few or (group.greedy and not baselines)):
-            unscored = group.samples
             scored = []
         for sample in scored if baselines else ():
             sample.baseline_reward = sum(baselines) / len(baselines)
-        return replace(group, samples=scored, unscored=unscored, rewards=counts)
+        kept = {id(sample) for sample in scored}
+        group.unscored = [sample for sample in group.samples if id(sample) not in kept]
+        group.samples = scored
 
-    def _staged(
-        self, key: WorkflowKey, prompt: Prompt, generate: Generate, versions: set[int]
-    ) -> Generate:
-        """Wrap `generate` to complete responses, and record the workflow's stage and `versions`."""
-
-        async def staged(request: GenerateRequest) -> list[Completion]:
-            self._stages.enter(key, "generation", prompt)
-            completions = await self.partial.whole(generate, request)
-            self._stages.enter(key, "workflow", prompt)
-            versions.update(span.version for one in completions for span in one.versions)
-            return completions
-
-        return staged
-
-    def _checked(
-        self, samples: object, *, draw: int, greedy: bool, versions: Container[int]
-    ) -> list[Sample]:
+    def _checked(self, call: _Call, samples: object, versions: Container[int]) -> list[Sample]:
         """The validated samples of a workflow. Raises RolloutFailed for any other result.
 
         Args:
@@ -300,6 +278,7 @@ class GroupRunner:
                 "result",
                 f"it returned {type(samples).__name__}, expected a list of at least one Sample",
             )
+        draw = call.draw
         try:
             if len({id(sample) for sample in samples}) < len(samples):
                 raise ValueError("it returned one sample twice, expected each once")
@@ -316,7 +295,7 @@ class GroupRunner:
                             f"tokens of policy version {span.version}, expected versions of its"
                             " completions"
                         )
-                for name, key in ({} if greedy else self.recorded).items():
+                for name, key in ({} if call.greedy else self.recorded).items():
                     if getattr(sample, name) is None:
                         raise ValueError(
                             f"{key} is on, but a sample has no {name}: join its completions' own"
@@ -333,44 +312,124 @@ class GroupRunner:
         Args:
             samples: samples of a group.
         """
-        # these workflows will request a generation soon
-        starting = self._stages.starting
-        kinds = 1 if self.greedy is None else 2
+        fleet = self.dispatcher.fleet
+        engine = self.dispatcher.config
         if not self.batched:
-            calls = sum(len(rollouts) for rollouts in self._rollouts.values())
             # a group with more calls than slots begins when all slots are free
-            calls = min(calls, self.dispatcher.most_calls)
-            return (self.dispatcher.free_calls - starting) // calls if calls else 0
-        free = 0 if starting else self.dispatcher.free_sequences
-        return max(1, free // (samples + kinds - 1)) if free else 0
+            calls = min(len(self._parts), fleet.serving * engine.max_in_flight)
+            # calls at their start will request a generation soon
+            return (self.dispatcher.free_calls - self._starting) // calls if calls else 0
+        free = 0 if self._starting or fleet.busy else fleet.serving * engine.max_batch
+        return max(1, free // (samples + (self._greedy is not None))) if free else 0
 
     def describe_wait(self, of: Container[int] | None = None) -> str:
         """Name what the draws wait for, for error messages. `of`: only these draws."""
         gate = "the gate (other workflows have not asked for generation)"
+        workflow = f"workflow {self.workflow_name}"
         parties = {
-            ("start", "workflow"): f"workflow {self.workflow_name}",
-            ("generation",): self.dispatcher.fleet.waiting_for() or gate,
-            ("reward",): "the reward",
+            "start": workflow,
+            "workflow": workflow,
+            "generation": self.dispatcher.fleet.waiting_for() or gate,
+            "reward": "the reward",
         }
-        parts = []
-        for stages, party in parties.items():
-            waiting = self._stages.waiting(stages, of)
-            if waiting:
-                first = next(iter(waiting.values()))
-                parts.append(
-                    f"{len(waiting)} of the prompts wait for {party}, the first is {first}"
-                )
+        # by party: the id of the prompt of each draw
+        waiting: dict[str, dict[int, str]] = {party: {} for party in parties.values()}
+        for call in self._unfinished:
+            if of is None or call.draw in of:
+                waiting[parties[call.stage]][call.draw] = call.prompt.prompt_id
+        parts = [
+            f"{len(ids)} of the prompts wait for {party}, the first is {ids[min(ids)]}"
+            for party, ids in waiting.items()
+            if ids
+        ]
         return "; ".join(parts) or "no prompt is unfinished"
 
 
-def _rollouts_of(workflow: object, context: WorkflowContext) -> Sequence[int]:
-    """The rollouts that the runner runs separately; WHOLE if the workflow makes groups."""
-    by_rollout = callable(getattr(workflow, "rollout", None))
-    return range(context.samples_per_prompt) if by_rollout else (WHOLE,)
+def training_runner(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dispatcher: Dispatcher,
+    scorer: Scorer,
+    *,
+    greedy_baseline: bool,
+) -> GroupRunner:
+    """The runner of training groups."""
+    rollout = config.rollout
+    greedy = _context(config, tokenizer, dispatcher, config.run.seed + BASELINE_SEED, 1)
+    sampling = replace(
+        greedy.sampling,
+        temperature=rollout.sampling.temperature,
+        top_p=rollout.sampling.top_p,
+        top_k=rollout.sampling.top_k,
+        sampling_mask=config.policy.logprobs.keep_sets,
+        routed_experts=config.policy.routing_replay == "engine",
+    )
+    samples = rollout.samples_per_prompt
+    name = config.algorithm.estimator.name
+    # an estimator at an import path may compare groups: only registered ones declare it
+    compares = ":" in name or estimator_plugin(name).compares_group
+    return GroupRunner(
+        config,
+        dispatcher,
+        scorer,
+        replace(greedy, sampling=sampling, samples_per_prompt=samples, seed=config.run.seed),
+        greedy=greedy if greedy_baseline else None,
+        recorded=recorded_fields(config),
+        min_scored=2 if compares and samples > 1 else 1,
+    )
 
 
-def _number(samples: Sequence[Sample]) -> None:
-    """Number the samples of a draw if a rollout made several."""
-    if len({sample.index for sample in samples}) < len(samples):
-        for place, sample in enumerate(samples):
-            sample.index = place
+def evaluation_runner(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dispatcher: Dispatcher,
+    scorer: Scorer,
+    given: EvaluationSet,
+) -> GroupRunner:
+    """The runner of a set of held-out prompts."""
+    config = given.config(config)
+    # derived from the name, so that the samples of a set are independent of other sets
+    seed = config.run.seed + EVALUATION_SEED + zlib.crc32(given.name.encode())
+    context = _context(config, tokenizer, dispatcher, seed, given.samples_per_prompt)
+    sampling = replace(
+        context.sampling,
+        max_new_tokens=given.max_new_tokens or context.sampling.max_new_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+    )
+    context = replace(context, sampling=sampling)
+    return GroupRunner(config, dispatcher, scorer, context, part_of_a_group=True)
+
+
+def _context(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dispatcher: Dispatcher,
+    seed: int,
+    samples_per_prompt: int,
+) -> WorkflowContext:
+    """The context of a workflow, with sampling at temperature 0."""
+    given = config.rollout.sampling
+    limit = context_of(config)
+    reserve = kind_of(config.rollout.engine.kind).answer_reserve
+
+    def served() -> int | None:
+        tokens = dispatcher.fleet.max_total_tokens
+        return None if tokens is None else tokens - reserve
+
+    return WorkflowContext(
+        SamplingParams(
+            max_new_tokens=given.max_new_tokens,
+            temperature=0.0,
+            stop_token_ids=stop_token_ids(tokenizer, given.stop_token_ids),
+            stop=tuple(given.stop),
+        ),
+        samples_per_prompt,
+        seed,
+        tokenizer,
+        settings=config.rollout.workflow,
+        context=NO_LIMIT if limit is None else limit[0] - reserve,
+        served=served,
+        chat_kwargs=config.data.chat_template_kwargs,
+        tool_parser=config.rollout.tool_parser,
+    )

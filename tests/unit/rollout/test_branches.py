@@ -12,7 +12,7 @@ from rlcore.data.generation import Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
-from rollout.collection.runners import training_runner
+from rollout.collection.group_runner import training_runner
 from rollout.service import RolloutService
 from rollout.workflows.context import WorkflowContext
 

@@ -17,7 +17,7 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest, Sampli
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import ConfigError, DataError, EngineFailed, RolloutFailed, UserError
 from rollout.collection import attempts as attempts_module
-from rollout.collection.attempts import Aborted, Attempts, GivenUp
+from rollout.collection.attempts import Aborted, Attempts, GivenUp, PartialRollouts
 from rollout.failures import Failure, commonest
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -47,22 +47,28 @@ class Engine:
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error
-        tokens = np.array([len(self.asked)], np.int32)
-        spans = (VersionSpan(1, 0, 1),)
-        return [Completion(tokens, np.zeros(1, np.float32), self.reason, spans)]  # type: ignore[arg-type]
+        made = [] if self.reason == "abort" else [len(self.asked)]
+        spans = (VersionSpan(1, 0, len(made)),)
+        logprobs = np.zeros(len(made), np.float32)
+        return [Completion(np.array(made, np.int32), logprobs, self.reason, spans)]  # type: ignore[arg-type]
 
 
 def run(
     make: Callable[[Generate], Awaitable[Any]],
     engine: Engine | None = None,
     *,
-    check: Callable[[Any], Any] = lambda found: found,
+    check: Callable[[Any, Any], Any] = lambda found, versions: found,
     attempts: Attempts | None = None,
     **settings: Any,
 ) -> Any:
-    made = attempts or Attempts(WorkflowConfig.model_validate({"name": "mine", **settings}))
-    work = made.run(make, engine or Engine(), check, of=make, where="f:1 (draw 3)")
+    made = attempts or attempts_of(**settings)
+    work = made.run(make, engine or Engine(), check, where="f:1 (draw 3)")
     return run_patiently(asyncio.wait_for(work, 20))
+
+
+def attempts_of(**settings: Any) -> Attempts:
+    config = WorkflowConfig.model_validate({"name": "mine", **settings})
+    return Attempts(config, PartialRollouts(None))  # type: ignore[arg-type]
 
 
 class Flaky:
@@ -99,7 +105,7 @@ def cancels() -> None:
     raise asyncio.CancelledError
 
 
-def a_list(found: Any) -> Any:
+def a_list(found: Any, _: Any = ()) -> Any:
     if not isinstance(found, list):
         raise RolloutFailed("result", f"it returned {found!r}")
     return found
@@ -123,7 +129,7 @@ KINDS = {"interrupt": "exit", "cancelled": "error"}
 def test_a_rollout_that_fails_is_tried_again_and_told_the_same(kind: str) -> None:
     engine = Engine()
     flaky = Flaky(FAILURES[kind][0])
-    attempts = Attempts(WorkflowConfig(name="mine", timeout_s=0.05))
+    attempts = attempts_of(timeout_s=0.05)
     assert run(flaky, engine, check=a_list, attempts=attempts) == [1, 2]
     assert engine.asked == [0, 1], "what was answered is not asked for again"
     assert attempts.failed == {KINDS.get(kind, kind): 1}
@@ -279,8 +285,8 @@ def test_a_try_that_resists_its_end_gets_no_answer_any_more(
         return []
 
     async def main() -> Any:
-        attempts = Attempts(WorkflowConfig(name="mine", timeout_s=0.06))
-        found = await attempts.run(make, engine, lambda found: found, of=make, where="f:1 (draw 3)")
+        attempts = attempts_of(timeout_s=0.06)
+        found = await attempts.run(make, engine, a_list, where="f:1 (draw 3)")
         while not said:
             await asyncio.sleep(0.01)
         return found
@@ -299,8 +305,8 @@ def test_a_group_that_is_given_up_ends_its_tries() -> None:
             ended.append("cleaned up")
 
     async def main() -> None:
-        attempts = Attempts(WorkflowConfig(name="mine"))
-        work = attempts.run(make, Engine(), a_list, of=make, where="f:1 (draw 3)")
+        attempts = attempts_of()
+        work = attempts.run(make, Engine(), a_list, where="f:1 (draw 3)")
         task = asyncio.ensure_future(work)
         await asyncio.sleep(0.01)
         task.cancel()
