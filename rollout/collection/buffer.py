@@ -31,20 +31,20 @@ class PublishedVersions:
     """
 
     def __init__(self) -> None:
-        self._known: list[Version] = []
+        self.known: tuple[Version, ...] = ()
 
     def add(self, published: Version) -> None:
         """Add a version. Raises ValueError unless it is the newest."""
-        if self._known and published.version <= self._known[-1].version:
+        if self.known and published.version <= self.known[-1].version:
             raise ValueError(
-                f"version {published.version} after {self._known[-1].version}: versions only grow"
+                f"version {published.version} after {self.known[-1].version}: versions only grow"
             )
-        self._known.append(published)
+        self.known = (*self.known, published)
 
     def of(self, version: int) -> Version | None:
         """The publication of `version`; None if it is newer than all, and so still in progress."""
-        at = bisect_left(self._known, version, key=lambda publication: publication.version)
-        return self._known[at] if at < len(self._known) else None
+        at = bisect_left(self.known, version, key=lambda publication: publication.version)
+        return self.known[at] if at < len(self.known) else None
 
     def of_samples(self, samples: Iterable[Sample]) -> dict[int, int]:
         """The policy step of each known version that made a token of `samples`."""
@@ -55,16 +55,11 @@ class PublishedVersions:
             if (publication := self.of(version)) is not None
         }
 
-    @property
-    def known(self) -> tuple[Version, ...]:
-        """All publications, in the order of versions."""
-        return tuple(self._known)
-
     def learn(self, publications: Iterable[Sequence[int]]) -> None:
         """Insert publications of a snapshot, given by their fields, in order of version."""
-        by_version = {made.version: made for made in (Version(*one) for one in publications)}
-        by_version |= {made.version: made for made in self._known}
-        self._known = [by_version[version] for version in sorted(by_version)]
+        restored = [Version(*one) for one in publications]
+        by_version = {made.version: made for made in (*restored, *self.known)}
+        self.known = tuple(by_version[version] for version in sorted(by_version))
 
 
 @dataclass(frozen=True)
@@ -85,14 +80,6 @@ class BufferedGroup:
         return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest]} | {
             name: base64.b64encode(encode_samples(given)).decode() for name, given in parts.items()
         }
-
-
-def ages(groups: Iterable[BufferedGroup]) -> list[list[Any]]:
-    """[policy step of the oldest token, its sorted draws], for `Scheduler.restore`."""
-    found: dict[int, list[int]] = {}
-    for buffered in groups:
-        found.setdefault(buffered.oldest, []).append(buffered.group.draw)
-    return [[oldest, sorted(draws)] for oldest, draws in sorted(found.items())]
 
 
 def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:

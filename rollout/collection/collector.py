@@ -33,7 +33,6 @@ from rollout.collection.buffer import (
     PublishedVersions,
     Snapshot,
     StepGroups,
-    ages,
     restore_groups,
 )
 from rollout.collection.filters import STALE, FilterChain
@@ -109,22 +108,21 @@ class Collector:
         if self._lockstep:
             self._generate_with(step - 1)
         try:
-            return await self._next_groups()
+            while True:
+                if (failure := self._failure) is not None:
+                    self._failure = None
+                    self.wake()
+                    raise failure
+                if (chosen := self._scheduler.batch()) is not None:
+                    return self._hand_over(sorted(chosen))
+                await self._news.wait()
         except BaseException:
             if self._lockstep:
-                await self._give_up_step()
+                await self.halt()
+                self._buffer.clear()
+                self._queue.give_back_unsettled()
+                self._begin_behind(self._queue.ledger.last_step)
             raise
-
-    async def _next_groups(self) -> StepGroups:
-        while True:
-            if self._failure is not None:
-                failure = self._failure
-                self._failure = None
-                self.wake()
-                raise failure
-            if (chosen := self._scheduler.batch()) is not None:
-                return self._hand_over(sorted(chosen))
-            await self._news.wait()
 
     def published(self, step: int) -> None:
         """Record that engines have the weights of policy step `step`.
@@ -168,24 +166,23 @@ class Collector:
         if self._halted or self._failure is not None:
             return
         with self._errors_kept():
-            count = self._next_batch() if self._lockstep else self._wanted()
+            count = self._wanted()
             if count > 0:
                 self._begin(self._queue.take(count))
-
-    def _next_batch(self) -> int:
-        """Lock-step: the size of the step's next batch. Raises EmptyBatch after too many draws."""
-        count = 0 if self._tasks else self._scheduler.room()
-        left = DRAWS_PER_GROUP * self._rules.groups_per_step - self._counts.draws
-        if count > 0 and left <= 0:
-            raise self._too_little()
-        return min(count, left)
 
     def _wanted(self) -> int:
         """Number of groups for which scheduler, engines and remaining steps have room.
 
         A group is started only if engines begin it at once: it would only age in an engine's queue.
+        In lock-step: the size of the next batch; raises EmptyBatch after too many draws.
         """
         scheduler = self._scheduler
+        if self._lockstep:
+            count = 0 if self._tasks else scheduler.room()
+            left = DRAWS_PER_GROUP * self._rules.groups_per_step - self._counts.draws
+            if count > 0 and left <= 0:
+                raise self._too_little()
+            return min(count, left)
         places = (self._steps - scheduler.steps_done) * self._rules.groups_per_step
         left = math.ceil((places - scheduler.num_finished) * self._rules.oversample)
         return min(
@@ -385,13 +382,6 @@ class Collector:
         self.wake()
         return StepGroups(groups, counts, epoch, self.snapshot(), metrics)
 
-    async def _give_up_step(self) -> None:
-        """Lock-step: cancel everything of a failed step, and requeue all its draws."""
-        await self.halt()
-        self._buffer.clear()
-        self._queue.give_back_unsettled()
-        self._begin_behind(self._queue.ledger.last_step)
-
     def _measured(self) -> dict[str, float]:
         """Engine utilization, and the number of ready groups; in lock-step that is 0."""
         assert self._measured_from is not None
@@ -433,7 +423,8 @@ class Collector:
         self._give_up_stale()
 
     def _begin_behind(self, step: int) -> None:
-        self._scheduler = Scheduler.restore(self._rules, step, ages(self._buffer.values()))
+        oldest = {draw: buffered.oldest for draw, buffered in self._buffer.items()}
+        self._scheduler = Scheduler.restore(self._rules, step, oldest)
         self._counts = DropCounts()
         self._failure = None
 

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,10 @@ class Scheduler:
 
     def finished(self, draw: int, oldest: int) -> None:
         """Record a whole, accepted group. `oldest`: policy step of its oldest token."""
-        self._leave(draw, self._in_flight_class(draw).in_flight)
+        age = self._classes.get(self._class_of.get(draw, -1))
+        if age is None or not _has(age.in_flight, draw):
+            raise ValueError(f"draw {draw} is not in flight")
+        self._leave(draw, age.in_flight)
         self._class_of[draw] = oldest
         insort(self._age(oldest).finished, draw)
 
@@ -180,18 +182,18 @@ class Scheduler:
         return sum(len(age.finished) for age in self._classes.values())
 
     @classmethod
-    def restore(cls, rules: Rules, step: int, finished: Iterable[Sequence[Any]]) -> Scheduler:
+    def restore(cls, rules: Rules, step: int, finished: Mapping[int, int]) -> Scheduler:
         """The scheduler of a run that continues after `step`, with nothing in flight.
 
         The rules may have changed since then: see `expired`.
 
         Args:
-            finished: [policy step of the oldest token, its sorted draws] of the finished groups.
+            finished: the policy step of the oldest token of each finished group, by draw.
         """
         scheduler = cls(rules, policy_step=step, steps_done=step)
-        for t, draws in finished:
-            scheduler._age(t).finished.extend(draws)
-            scheduler._class_of.update(dict.fromkeys(draws, t))
+        for draw, oldest in finished.items():
+            scheduler._class_of[draw] = oldest
+            insort(scheduler._age(oldest).finished, draw)
         return scheduler
 
     # --- helpers ----------------------------------------------------------------------------------
@@ -233,12 +235,6 @@ class Scheduler:
 
     def _age(self, t: int) -> _AgeClass:
         return self._classes.setdefault(t, _AgeClass())
-
-    def _in_flight_class(self, draw: int) -> _AgeClass:
-        age = self._classes.get(self._class_of.get(draw, -1))
-        if age is None or not _has(age.in_flight, draw):
-            raise ValueError(f"draw {draw} is not in flight")
-        return age
 
     def _leave(self, draw: int, draws: list[int]) -> None:
         del draws[bisect_left(draws, draw)]

@@ -185,7 +185,7 @@ def test_any_order_of_a_larger_run(
 
 
 def test_a_run_goes_on_with_what_is_finished_and_its_age() -> None:
-    finished = [[0, [4]]]
+    finished = {4: 0}
     again = Scheduler.restore(Rules(2, 2), 1, finished)
     assert (again.num_in_flight, again.num_finished, again.steps_done, again.policy_step) == (
         0,
@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_what_is_finished_and_its_age() -> None:
 
 
 def test_what_has_expired_is_in_no_batch_even_before_it_is_dropped() -> None:
-    finished = [[0, [5, 6, 7]], [1, [8]], [2, [9]], [3, [12]]]
+    finished = {5: 0, 6: 0, 7: 0, 8: 1, 9: 2, 12: 3}
     scheduler = Scheduler.restore(Rules(2, 1), 3, finished)
     assert scheduler.expired() == [5, 6, 7, 8]
     assert scheduler.batch() == [9, 12]
