@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
@@ -47,16 +46,15 @@ class Dispatcher:
         self.config = config
         self.vocab_size = vocab_size
         self.limit_s = limit_s
-        # Requests sent again so far.
+        # Requests so far that were sent again, and that passed their time limit.
         self.retried = 0
-        # Requests that passed their time limit so far.
         self.overdue = 0
         self._aborts: set[asyncio.Task[None]] = set()
-        self._slots: dict[str, Lanes] = {}  # timeline tracks of each engine
-        # Calls in progress.
+        # Timeline tracks of each engine.
+        self._slots: dict[str, Lanes] = {}
+        # Calls in progress, and busy seconds up to the last idle moment.
         self._calls = 0
         self._busy_since = 0.0
-        # Busy seconds up to the last idle moment.
         self._busy_s = 0.0
 
     async def one(self, request: GenerateRequest) -> list[Completion]:
@@ -81,29 +79,21 @@ class Dispatcher:
         results: list[list[Completion]] = [[] for _ in requests]
 
         async def serve(share: int) -> None:
-            for part in self._calls_of(range(share, len(requests), n), requests):
-                answers = await self._answer(
-                    [requests[i] for i in part], [("share", share)], room=1
-                )
-                for i, completions in zip(part, answers):
-                    results[i] = completions
+            calls: list[list[int]] = []
+            size = 0
+            for i in range(share, len(requests), n):
+                if not calls or size + requests[i].n > self.config.max_batch:
+                    calls.append([])
+                    size = 0
+                calls[-1].append(i)
+                size += requests[i].n
+            for call in calls:
+                asked = [requests[i] for i in call]
+                for i, made in zip(call, await self._answer(asked, [("share", share)], room=1)):
+                    results[i] = made
 
         await gather_or_cancel(*(serve(share) for share in range(min(n, len(requests)))))
         return results
-
-    def _calls_of(
-        self, share: Sequence[int], requests: Sequence[GenerateRequest]
-    ) -> Iterator[list[int]]:
-        part: list[int] = []
-        size = 0
-        for i in share:
-            if part and size + requests[i].n > self.config.max_batch:
-                yield part
-                part = []
-                size = 0
-            part.append(i)
-            size += requests[i].n
-        yield part
 
     async def _answer(
         self, requests: Sequence[GenerateRequest], keys: Sequence[Hashable], *, room: int
@@ -118,8 +108,11 @@ class Dispatcher:
         for attempts_left in range(self.config.retries, -1, -1):
             asked = now()
             lease = await self.fleet.router.lease(*keys, room=room)
+            lease.requests = requests
             try:
-                return await self._recorded_call(lease, requests, now() - asked)
+                if RECORDER.enabled:
+                    return await self._recorded_call(lease, now() - asked)
+                return await self._call(lease)
             except EngineFailed as error:
                 if not lease.overdue:
                     self.fleet.lost(lease, str(error))
@@ -130,21 +123,13 @@ class Dispatcher:
                 self.fleet.router.release(lease)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _recorded_call(
-        self, lease: Lease, requests: Sequence[GenerateRequest], waited_s: float
-    ) -> list[list[Completion]]:
-        """Make a call and record it in the timeline, in a slot of its engine.
-
-        Args:
-            waited_s: seconds spent waiting for an engine with room.
-        """
-        if not RECORDER.enabled:
-            return await self._call(lease, requests)
+    async def _recorded_call(self, lease: Lease, waited_s: float) -> list[list[Completion]]:
+        """Make a call and record it in the timeline, in a slot of its engine."""
+        requests = lease.requests
         group = f"engine {lease.member.name}"
         slots = self._slots.setdefault(group, Lanes(group, "slot"))
         slot = slots.take()
-        # The times of a lease that is lost before its call begins.
-        lease.began = lease.ended = now()
+        began = now()
         args: dict[str, Any] = {
             "groups": [group_key(request.seed, request.draw) for request in requests],
             "samples": [(request.first_sample, request.n) for request in requests],
@@ -154,34 +139,36 @@ class Dispatcher:
             "waited_for": "room at an engine" if waited_s > SHORT_WAIT_S else "nothing",
         }
         try:
-            answers = await self._call(lease, requests)
-            made = [completion for answer in answers for completion in answer]
-            args["tokens"] = sum(len(completion.tokens) for completion in made)
+            answers = await self._call(lease)
+            args["tokens"] = sum(len(made.tokens) for answer in answers for made in answer)
             return answers
         except BaseException as error:
             args["failed"] = type(error).__name__
             raise
         finally:
-            RECORDER.add(slots.track(slot), "request", lease.began, lease.ended, **args)
+            RECORDER.add(slots.track(slot), "request", began, now(), **args)
             slots.give_back(slot)
 
-    async def _call(
-        self, lease: Lease, requests: Sequence[GenerateRequest]
-    ) -> list[list[Completion]]:
+    async def _call(self, lease: Lease) -> list[list[Completion]]:
         # The lease may be lost between its grant and this call.
         if lease.lost is not None:
             raise EngineFailed(lease.lost)
         engine = lease.member.engine
+        requests = lease.requests
         # A task and a `wait` for each request would double the cost of this function.
         lease.caller = asyncio.current_task()
+        assert lease.caller is not None
         lease.held_before_s = lease.member.held_s
-        self._set_alarm(lease, requests, self.limit_s)
-        self._begin(lease, requests)
+        self._set_alarm(lease, self.limit_s)
+        if not self._calls:
+            self._busy_since = now()
+        self._calls += 1
         answers: list[list[Completion]] | None = None
         try:
             answers = await engine.generate(requests)
         except asyncio.CancelledError:
-            if not lease.cancelled or cancelled_besides(lease.caller):
+            # Undo our own cancellation; another one may be left.
+            if not lease.cancelled or lease.caller.uncancel() > 0:
                 raise
         except RlcoreError:
             # A lost lease explains the error, and is raised below.
@@ -192,7 +179,9 @@ class Dispatcher:
                 f"engine {engine.name} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
-            self._end(lease)
+            self._calls -= 1
+            if not self._calls:
+                self._busy_s += now() - self._busy_since
             if lease.alarm is not None:
                 lease.alarm.cancel()
             lease.caller = None
@@ -205,11 +194,6 @@ class Dispatcher:
                 f" nor their abort within {ABORT_S:g} s"
             )
         lease.member.answers += 1
-        if [len(a) for a in answers] != [r.n for r in requests]:
-            raise EngineFailed(
-                f"engine {engine.name} returned {[len(a) for a in answers]} completions, expected"
-                f" {[r.n for r in requests]}"
-            )
         self._check(engine.name, requests, answers)
         return answers
 
@@ -219,7 +203,12 @@ class Dispatcher:
         requests: Sequence[GenerateRequest],
         answers: Sequence[Sequence[Completion]],
     ) -> None:
-        """Raise EngineFailed for an invalid completion."""
+        """Raise EngineFailed for missing or invalid completions."""
+        if [len(a) for a in answers] != [r.n for r in requests]:
+            raise EngineFailed(
+                f"engine {engine} returned {[len(a) for a in answers]} completions, expected"
+                f" {[r.n for r in requests]}"
+            )
         for request, completions in zip(requests, answers):
             for index, completion in enumerate(completions):
                 try:
@@ -230,53 +219,38 @@ class Dispatcher:
                         f" {request.rid}: {error}"
                     ) from error
 
-    def _set_alarm(self, lease: Lease, requests: Sequence[GenerateRequest], seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        lease.alarm = loop.call_later(seconds, self._time_is_up, lease, requests)
+    def _set_alarm(self, lease: Lease, seconds: float) -> None:
+        lease.alarm = asyncio.get_running_loop().call_later(seconds, self._time_is_up, lease)
 
-    def _time_is_up(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
+    def _time_is_up(self, lease: Lease) -> None:
         """Abort an overdue call, or extend its time by the pauses that it waited for."""
         held = lease.member.held_s - lease.held_before_s
         if held > 0:
             lease.held_before_s += held
-            self._set_alarm(lease, requests, held)
+            self._set_alarm(lease, held)
             return
         lease.overdue = True
-        self.overdue += len(requests)
-        abort = asyncio.ensure_future(self._abort(lease, requests))
+        self.overdue += len(lease.requests)
+        abort = asyncio.ensure_future(self._abort(lease))
         self._aborts.add(abort)
         abort.add_done_callback(self._aborts.discard)
         lease.alarm = asyncio.get_running_loop().call_later(ABORT_S, lease.cancel_call)
 
-    async def _abort(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
+    async def _abort(self, lease: Lease) -> None:
         engine = lease.member.engine
         logger.warning(
             "engine %s: %d requests (the first: %s) took more than %g s"
             " (rollout.engine.request_timeout_s) and are aborted",
             engine.name,
-            len(requests),
-            requests[0].rid,
+            len(lease.requests),
+            lease.requests[0].rid,
             self.limit_s,
         )
-        abort = engine.abort([request.rid for request in requests])
+        abort = engine.abort(lease.rids)
         try:
             await within(ABORT_S, abort, lambda: f"no answer within {ABORT_S:g} s")
         except Exception as error:  # noqa: BLE001 - recovery: the alarm cancels an unanswered call
             logger.warning("engine %s did not abort: %s", engine.name, describe(error))
-
-    def _begin(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
-        lease.requests = len(requests)
-        lease.rids = [request.rid for request in requests]
-        lease.began = now()
-        if not self._calls:
-            self._busy_since = lease.began
-        self._calls += 1
-
-    def _end(self, lease: Lease) -> None:
-        lease.ended = now()
-        self._calls -= 1
-        if not self._calls:
-            self._busy_s += lease.ended - self._busy_since
 
     @property
     def busy_s(self) -> float:
@@ -288,30 +262,12 @@ class Dispatcher:
         """Calls that engines with continuous batching would take now, minus waiting calls."""
         return self.fleet.router.free(self.config.max_in_flight)
 
-    @property
-    def most_calls(self) -> int:
-        """Calls that idle engines with continuous batching would take at once."""
-        return self.fleet.serving * self.config.max_in_flight
-
-    @property
-    def free_sequences(self) -> int:
-        """Sequences that engines that batch call by call would take now; 0 while any is busy."""
-        return 0 if self.fleet.busy else self.fleet.serving * self.config.max_batch
-
     def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
         """The engine that last answered each draw; unknown for batches and behind a router."""
         if self.config.router_url is not None:
             return {}
         found = {draw: self.fleet.router.home((seed, draw)) for draw in draws}
         return {draw: name for draw, name in found.items() if name is not None}
-
-
-def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:
-    """Undo our cancellation of the running task. Returns whether another cancellation is left."""
-    # Python 3.10 does not count cancellations.
-    if task is None or sys.version_info < (3, 11):
-        return False
-    return task.uncancel() > 0
 
 
 # --- whole batches --------------------------------------------------------------------------------
@@ -362,17 +318,13 @@ class LockstepBatcher:
         if self._workflows.pop(key, None) is not None:
             self._recheck()
 
-    def busy(self) -> list[Hashable]:
-        """The workflows that have no waiting call."""
-        return [key for key, calls in self._workflows.items() if not calls]
-
     def _recheck(self) -> None:
         # Deferred by one iteration of the loop, so that concurrent calls of one workflow join one
         # batch.
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        if self._running is not None or not self._workflows or self.busy():
+        if self._running is not None or not self._workflows or not all(self._workflows.values()):
             return
         batch = [call for calls in self._workflows.values() for call in calls]
         for calls in self._workflows.values():

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -18,11 +18,7 @@ from rlcore.errors import ConfigError, UserError
 from rlcore.interfaces import RolloutEngine
 from rlcore.runs.files import write_atomic
 from rollout.engines.factories import factory_of
-from rollout.fleet.engine_states import State
 from rollout.fleet.router import Member
-
-if TYPE_CHECKING:
-    from rollout.fleet.fleet import Fleet
 
 KEY = "rollout.engine.urls_file"
 SHOW_S = 1.0
@@ -69,8 +65,7 @@ class EngineList:
 
     def build_all(self) -> list[RolloutEngine]:
         """Make the engines of the list, not started. Raises ConfigError if it is empty."""
-        named = self.read()
-        if not named:
+        if not (named := self.read()):
             raise ConfigError(f"{KEY}: {self.path} lists no engine")
         return [self.build(name, url) for name, url in named.items()]
 
@@ -78,26 +73,6 @@ class EngineList:
         """Make an engine of the list, not started."""
         engine: RolloutEngine = self._factory.build_external(self._config, name, url)
         return engine
-
-    async def update(self, fleet: Fleet) -> None:
-        """Add the engines that are new in the list, and remove those that it lacks."""
-        try:
-            named = await asyncio.to_thread(self.read)
-        # recovery: the engines stay as they are until the next publication
-        except UserError as error:
-            logger.warning("%s; the engines stay as they are", error)
-            return
-        for member in fleet.members:
-            if member.name not in named and member.health.state is not State.LEAVING:
-                logger.info("engine %s leaves: it is not in %s any more", member.name, self.path)
-                fleet.leave_soon(member.engine)
-        known = {member.name for member in fleet.members}
-        for name, url in named.items():
-            if name not in known:
-                logger.info("engine %s is new in %s", name, self.path)
-                fleet.join(self.build(name, url))
-        # Let the departures begin, so that the next publication does without these engines.
-        await asyncio.sleep(0)
 
 
 async def keep_shown(members: Sequence[Member], path: Path) -> None:

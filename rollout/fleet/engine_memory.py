@@ -1,11 +1,4 @@
-"""`rlcore.interfaces.EngineMemory`: releasing and restoring engines' memory on a shared device.
-
-    release     stop restarts, abort requests in flight, release the memory
-    restore     take the memory again; once all of it is restored, resume the engines and
-                allow restarts
-
-A failed engine is ended, which frees its memory.
-"""
+"""Releases and restores the engines' memory on a shared device."""
 
 from __future__ import annotations
 
@@ -18,17 +11,16 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import MemoryTag
 from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft
-from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import LoopThread
 from rollout.fleet.engine_states import State
-from rollout.fleet.fleet import Fleet
+from rollout.fleet.fleet import RUNNING, Fleet
 from rollout.weight_sync.base import ask
 
 logger = logging.getLogger(__name__)
 
 
 class FleetMemory:
-    """The engines' memory, for the trainer's thread; its methods block.
+    """Implements `rlcore.interfaces.EngineMemory`. A failed engine is ended.
 
     Args:
         thread: the thread of the fleet's event loop.
@@ -50,23 +42,21 @@ class FleetMemory:
 
     def any_running(self) -> bool:
         """See `EngineMemory.any_running`."""
-        return bool(self._fleet.running)
+        return bool(self._fleet.in_state(*RUNNING))
 
     async def _release(self, tags: Sequence[MemoryTag]) -> None:
         await self._fleet.pause_starts()
         # All rollouts have ended: nothing waits for a request that is still in flight.
-        await self._step("pause", lambda engine: engine.pause("abort"))
-        await self._step("release_memory", lambda engine: engine.release_memory(tags))
+        await self._step("pause", lambda engine: engine.pause("abort"), *RUNNING)
+        await self._step("release_memory", lambda engine: engine.release_memory(tags), *RUNNING)
         self._released |= set(tags)
 
     async def _restore(self, tags: Sequence[MemoryTag]) -> None:
-        await self._step("resume_memory", lambda engine: engine.resume_memory(tags))
+        await self._step("resume_memory", lambda engine: engine.resume_memory(tags), *RUNNING)
         self._released -= set(tags)
         if self._released:
             return
-        await self._step(
-            "resume", lambda engine: engine.resume(), self._fleet.in_state(State.SERVING)
-        )
+        await self._step("resume", lambda engine: engine.resume(), State.SERVING)
         self._fleet.resume_starts()
         try:
             await self._fleet.candidates()
@@ -74,15 +64,8 @@ class FleetMemory:
         except NoEngineLeft as error:
             logger.warning("%s", error)
 
-    async def _step(
-        self,
-        what: str,
-        call: Callable[[Any], Awaitable[Any]],
-        engines: Sequence[RolloutEngine] | None = None,
-    ) -> None:
-        answers = await ask(
-            self._fleet.running if engines is None else engines, what, call, self._limit
-        )
+    async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], *states: State) -> None:
+        answers = await ask(self._fleet.in_state(*states), what, call, self._limit)
         await asyncio.gather(
             *(self._fleet.failed(engine, why) for engine, why in answers.failed.items())
         )

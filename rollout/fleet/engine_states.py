@@ -14,7 +14,7 @@ once it has no requests.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from rlcore.config.sections.rollout import RestartConfig
@@ -22,7 +22,7 @@ from rlcore.config.sections.rollout import RestartConfig
 DOUBLINGS = 30  # of the pause before a restart; a float overflows at about a thousand
 
 
-class State(str, Enum):
+class State(StrEnum):
     """The states of an engine."""
 
     STARTING = "starting"  # its process comes up, or an external server is checked
@@ -32,11 +32,8 @@ class State(str, Enum):
     LEAVING = "leaving"  # it ends its requests and takes no other part in the run
     DEAD = "dead"  # it does not run, or is ignored
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Event(str, Enum):
+class Event(StrEnum):
     """The events in the life of an engine."""
 
     START = "start"

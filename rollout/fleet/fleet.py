@@ -8,7 +8,6 @@ Everything happens on one event loop.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from rlcore.config.derived import comeback_s
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import ABORT_S, KILL_ENGINE_S, TRANSPORT_GRACE_S
-from rlcore.errors import NoEngineLeft, RlcoreError
+from rlcore.errors import NoEngineLeft, RlcoreError, UserError
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.engine_list import EngineList
@@ -99,15 +98,11 @@ class Fleet:
         self.members.append(member)
         self._spawn(self._start_again(member))
 
-    def leave_soon(self, engine: RolloutEngine) -> None:
-        """Begin to take an engine out of the fleet."""
-        self._spawn(self.leave(engine))
-
     async def leave(self, engine: RolloutEngine) -> None:
         """Take an engine out of the fleet and disconnect from it. No-op if it has left.
 
-        The engine gets no more requests. Its requests in flight are aborted and continue at other
-        engines from the tokens made so far. Its start or a publication in progress ends first.
+        Its requests in flight are aborted and continue at other engines from the tokens made so
+        far. Its start or a publication in progress ends first.
         """
         member = self._find(engine)
         if member is None:
@@ -127,7 +122,7 @@ class Fleet:
         if member.down is not None and not member.down.done():
             member.down.set_result("it has left")
         late = f"engine {member.name} could not be disconnected within {KILL_ENGINE_S:g} s"
-        if (why := await _error(engine.close, KILL_ENGINE_S, late)) is not None:
+        if (why := await _error(engine.close(), KILL_ENGINE_S, late)) is not None:
             logger.warning("%s", why)
         self._state_changed()
 
@@ -135,8 +130,7 @@ class Fleet:
         """Abort an engine's requests until it has none; unanswered ones are sent again."""
         deadline = time.monotonic() + ABORT_S
         while member.leases and (left := deadline - time.monotonic()) > 0:
-            rids = [rid for lease in member.leases for rid in lease.rids]
-            abort = functools.partial(member.engine.abort, rids)
+            abort = member.engine.abort([rid for lease in member.leases for rid in lease.rids])
             # recovery: without an answer only the tokens made so far are lost
             if (why := await _error(abort, left, "no answer to an abort")) is not None:
                 logger.warning("engine %s leaves: %s", member.name, why)
@@ -162,12 +156,11 @@ class Fleet:
     async def candidates(self) -> list[RolloutEngine]:
         """All running engines, for a whole publication. Waits for a restart if none runs.
 
-        Reads the list of engines again first, if it may change.
-
-        Raises NoEngineLeft when no engine can be restarted, or none restarts in time.
+        Reads the list of engines again first, if it may change. Raises NoEngineLeft when no engine
+        can be restarted, or none restarts in time.
         """
         if self._listed is not None:
-            await self._listed.update(self)
+            await self._follow(self._listed)
         deadline = time.monotonic() + self.comeback_s
         while not (running := self.in_state(*RUNNING)):
             if (error := self._no_engine_error()) is not None:
@@ -185,6 +178,26 @@ class Fleet:
                 )
         return running
 
+    async def _follow(self, listed: EngineList) -> None:
+        """Add the engines that are new in the list, and remove those that it lacks."""
+        try:
+            named = await asyncio.to_thread(listed.read)
+        # recovery: the engines stay as they are until the next publication
+        except UserError as error:
+            logger.warning("%s; the engines stay as they are", error)
+            return
+        known = {member.name for member in self.members}
+        for member in self.members:
+            if member.name not in named and member.health.state is not State.LEAVING:
+                logger.info("engine %s leaves: it is not in %s any more", member.name, listed.path)
+                self._spawn(self.leave(member.engine))
+        for name, url in named.items():
+            if name not in known:
+                logger.info("engine %s is new in %s", name, listed.path)
+                self.join(listed.build(name, url))
+        # Let the departures begin, so that this publication does without these engines.
+        await asyncio.sleep(0)
+
     async def stale(self) -> list[RolloutEngine]:
         """The running engines that wait for weights."""
         return self.in_state(State.STALE)
@@ -200,7 +213,7 @@ class Fleet:
             await self._change(None)
 
     def draining(self, engine: RolloutEngine) -> None:
-        """Send an engine no more requests: it takes part in a publication, and is paused next."""
+        """Send an engine no more requests: it takes part in a publication."""
         self._on(engine, Event.DRAIN)
 
     def published(self, engine: RolloutEngine, version: int) -> None:
@@ -214,10 +227,7 @@ class Fleet:
         self._on(engine, Event.MISSED)
 
     async def out(self, engine: RolloutEngine, why: str) -> None:
-        """End an engine that failed a step of a publication. Returns when it is ended.
-
-        No-op for an engine that was restarted since: the failure happened before its restart.
-        """
+        """As `failed`, for a step of a publication; no-op for an engine that restarted since."""
         member = self._find(engine)
         if member is not None and member.health.state in (State.DRAINING, State.DEAD):
             await self.failed(engine, why)
@@ -227,7 +237,8 @@ class Fleet:
         member = self._find(engine)
         if member is None:
             return
-        self._fail(member, why)
+        if member.health.state in RUNNING:
+            self._fail(member, why)
         if member.ending is not None:
             await asyncio.wait({member.ending})
 
@@ -242,11 +253,6 @@ class Fleet:
     def resume_starts(self) -> None:
         """Start failed engines again."""
         self._may_start.set()
-
-    @property
-    def running(self) -> list[RolloutEngine]:
-        """The engines that answer, with whole weights or without."""
-        return self.in_state(*RUNNING)
 
     # --- state of the fleet -----------------------------------------------------------------------
 
@@ -271,10 +277,11 @@ class Fleet:
 
     def waiting_for(self) -> str:
         """Describe pending work as "engine a (3 requests), engine b (1 request)"; "" if none."""
-        counts = [
-            (member.name, sum(lease.requests for lease in member.leases)) for member in self.members
+        parts = [
+            f"engine {member.name} ({n} request{'s' * (n != 1)})"
+            for member in self.members
+            if (n := member.num_requests)
         ]
-        parts = [f"engine {name} ({n} request{'s' * (n != 1)})" for name, n in counts if n]
         if self.router.waiting:
             states = ", ".join(f"{member.name} is {member.health.state}" for member in self.members)
             parts.append(f"an engine with room ({states})")
@@ -318,11 +325,10 @@ class Fleet:
         return member
 
     def _fail(self, member: Member, why: str) -> None:
-        if member.health.state in RUNNING:
-            self._mark_dead(member, why)
-
-    def _mark_dead(self, member: Member, why: str) -> None:
+        """End an engine, and start it again if it may. No-op if it is dead already, or leaves."""
         health = member.health
+        if not health.accepts(Event.FAIL):
+            return
         health.on(Event.FAIL, why, now=time.monotonic())
         member.version = None
         next_ = (
@@ -346,14 +352,12 @@ class Fleet:
 
     async def _change(self, seconds: float | None) -> bool:
         """Wait for the next change of a state. Returns False after `seconds` without one."""
-        waiting = asyncio.ensure_future(self._changed.wait())
         try:
-            done, _ = await asyncio.wait(
-                {waiting}, timeout=None if seconds is None else max(0.0, seconds)
-            )
-        finally:
-            waiting.cancel()
-        return bool(done)
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     # --- restarts and health ----------------------------------------------------------------------
 
@@ -378,8 +382,7 @@ class Fleet:
     async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
         """Probe an engine and watch its process, until `down` is done.
 
-        During a publication failed probes do not count: the publication keeps the engine busy and
-        has its own deadlines. The end of the process and a standstill of requests still count.
+        During a publication, which has its own deadlines, failed probes do not count.
         """
         ended = member.engine.ended
         clock = ProgressClock(time.monotonic())
@@ -393,7 +396,7 @@ class Fleet:
                 continue
             if gone or member.health.state is not State.DRAINING:
                 why = await _error(
-                    member.engine.health,
+                    member.engine.health(),
                     self._config.health_timeout_s,
                     f"engine {member.name} did not answer a probe within"
                     f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
@@ -430,16 +433,15 @@ class Fleet:
         limit = self._config.progress_timeout_s
         if clock.look(now, seen) <= limit:
             return None
-        requests = sum(lease.requests for lease in member.leases)
         return (
-            f"engine {member.name} has {requests} requests and made no token for {limit:g} s"
-            " (rollout.engine.progress_timeout_s)"
+            f"engine {member.name} has {member.num_requests} requests and made no token for"
+            f" {limit:g} s (rollout.engine.progress_timeout_s)"
         )
 
     async def _end(self, member: Member) -> None:
         late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"
         # recovery: a new process can start before the old one has ended
-        if (why := await _error(member.engine.kill, KILL_ENGINE_S, late)) is not None:
+        if (why := await _error(member.engine.kill(), KILL_ENGINE_S, late)) is not None:
             logger.warning("%s", why)
 
     async def _restart(self, member: Member, ending: asyncio.Task[None]) -> None:
@@ -456,10 +458,8 @@ class Fleet:
         try:
             await self._bring_up(member)
         except Exception as error:  # noqa: BLE001 - recovery: another restart, or it is given up
-            self._mark_dead(
-                member,
-                f"it did not start{' again' * bool(member.health.restarts)}: {describe(error)}",
-            )
+            again = " again" if member.health.restarts else ""
+            self._fail(member, f"it did not start{again}: {describe(error)}")
             return
         if member.health.restarts:
             logger.info("engine %s runs again (restart %d)", member.name, member.health.restarts)
@@ -471,10 +471,10 @@ class Fleet:
         return task
 
 
-async def _error(call: Callable[[], Awaitable[Any]], seconds: float, late: str) -> str | None:
+async def _error(call: Awaitable[Any], seconds: float, late: str) -> str | None:
     """Why the call failed, or `late` if it took more than `seconds`; None if it succeeded."""
     try:
-        await within(seconds, call(), lambda: late)
+        await within(seconds, call, lambda: late)
     except Exception as error:  # noqa: BLE001 - any error is a failure of the engine
         return describe(error)
     return None

@@ -1,16 +1,14 @@
-"""A publication of weights, on the event loop of the engines.
+"""The steps of a publication of weights, on the event loop of the engines.
 
 Rank 0 of the trainer calls it (rlcore/trainer/sender_ranks.py). The ranks send the bytes, and a
-transport (rollout/weight_sync/base.py) makes the engines take them. This module defines the order
-of the other steps, and what a failure means:
+transport (rollout/weight_sync/base.py) makes the engines take them.
 
     open        pause, begin: an engine that fails here is left out
     send        the buckets: a failure raises PublicationFailed, and the caller runs the whole
                 transaction again with the engines that are left
     finish      verify, end, set the version, resume
 
-A failed engine gets no requests until it has received a complete publication, and is never resumed
-with part of one. The other engines stay paused during the transaction.
+A failed engine gets no requests until it has received a complete publication.
 """
 
 from __future__ import annotations
@@ -49,10 +47,9 @@ class WeightPublication:
         drains = self._mode == "drain"
         self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
         self._transport: Transport | None = None
-        # The current transaction.
+        # Of the current transaction, with its number and the begins of it and its stage.
         self._buckets: Sequence[Bucket] = ()
         self._engines: list[RolloutEngine] = []
-        # For the timeline: number and begin of the transaction, begin of its stage.
         self._transactions = 0
         self._opened_at = 0.0
         self._stage_at = 0.0
@@ -60,14 +57,12 @@ class WeightPublication:
     async def open(
         self, buckets: Sequence[Bucket], ranks: Sequence[RankAddress], only_stale: bool
     ) -> Orders:
-        """Pause the engines, send them the layout, and open the update.
+        """Pause the engines, send them the layout, open the update; return the ranks' orders.
+
+        Raises PublicationFailed when no engine can be reached, RunFailed when none is left.
 
         Args:
-            ranks: the trainer's ranks.
             only_stale: publish only to the engines that wait for weights; the others keep serving.
-
-        Returns the orders for the ranks. Raises PublicationFailed when no engine can be reached,
-        RunFailed when none is left.
         """
         fleet = self._fleet
         self._buckets = buckets
@@ -177,8 +172,7 @@ class WeightPublication:
         """Record for how long the transaction has held these engines."""
         for engine in engines:
             track = (f"engine {engine.name}", "weights")
-            args = {"publication": self._transactions}
-            RECORDER.add(track, outcome, self._opened_at, now(), **args)
+            RECORDER.add(track, outcome, self._opened_at, now(), publication=self._transactions)
 
     async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> None:
         """Run one step on every engine, and take out those that fail."""

@@ -1,7 +1,4 @@
-"""Routing of requests to the least loaded serving engine, or to the engine that has the prefix.
-
-Requests wait while no engine has room. Everything here happens on one event loop.
-"""
+"""Routes requests to the least loaded serving engine, or to the engine that has the prefix."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from rlcore.data.generation import GenerateRequest
 from rlcore.errors import EngineFailed, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rollout.fleet.engine_states import Health, State
@@ -30,35 +28,41 @@ class Member:
 
     engine: RolloutEngine
     health: Health
-    version: int | None = None  # of its weights
+    # Version of its weights.
+    version: int | None = None
     leases: set[Lease] = field(default_factory=set)
-    answers: int = 0  # calls answered so far
-    held_s: float = 0.0  # seconds so far in which a pause held its requests
-    down: asyncio.Future[str] | None = None  # reason of its failure since the last start
-    ending: asyncio.Task[None] | None = None  # ends the engine after its last failure
+    # Calls answered so far.
+    answers: int = 0
+    # Seconds so far in which a pause held its requests.
+    held_s: float = 0.0
+    # Reason of its failure since the last start.
+    down: asyncio.Future[str] | None = None
+    # Ends the engine after its last failure.
+    ending: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
         return self.engine.name
 
     @property
-    def url(self) -> str | None:
-        """The engine's URL; None if the engine is in this process or does not run."""
-        try:
-            url: str | None = getattr(self.engine, "url", None)
-        except EngineFailed:
-            return None
-        return url
+    def num_requests(self) -> int:
+        """Number of requests in its calls."""
+        return sum(len(lease.requests) for lease in self.leases)
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's row in `rlcore status`, JSON-able."""
+        try:
+            url = getattr(self.engine, "url", None)
+        except EngineFailed:
+            # It does not run.
+            url = None
         return {
             "engine": self.name,
-            "url": self.url,
+            "url": url,
             "state": str(self.health.state),
             "version": self.version,
             "restarts": self.health.restarts,
-            "requests": sum(lease.requests for lease in self.leases),
+            "requests": self.num_requests,
         }
 
     def has_room(self, room: int) -> bool:
@@ -68,20 +72,30 @@ class Member:
 
 @dataclass(eq=False)
 class Lease:
-    """The right to give `member` one call. It is lost when the engine fails."""
+    """The right to give `member` one call. It is lost when the engine fails.
+
+    Attributes:
+        start: the member's `starts` at the grant; a failure counts for this start only.
+        lost: why the lease was lost.
+        caller: the task that awaits the call; `cancelled` by `cancel_call`.
+        held_before_s: `member.held_s` when the alarm of the time limit was set.
+        overdue: the call passed its time limit, which is not the engine's failure.
+    """
 
     member: Member
-    start: int  # the member's `starts` at the grant; a failure counts for this start only
-    requests: int = 1  # in the call
-    rids: Sequence[str] = ()  # ids of the requests
-    lost: str | None = None  # why the lease was lost
-    caller: asyncio.Task[Any] | None = None  # the task that awaits the call
-    cancelled: bool = False  # by `cancel_call`
-    held_before_s: float = 0.0  # `member.held_s` when the alarm was set
-    overdue: bool = False  # the call passed its time limit; this is not the engine's failure
-    alarm: asyncio.TimerHandle | None = None  # of the time limit
-    began: float = 0.0  # begin of the call, by the timeline's clock
-    ended: float = 0.0
+    start: int
+    requests: Sequence[GenerateRequest] = ()
+    lost: str | None = None
+    caller: asyncio.Task[Any] | None = None
+    cancelled: bool = False
+    held_before_s: float = 0.0
+    overdue: bool = False
+    alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def rids(self) -> list[str]:
+        """Ids of the requests."""
+        return [request.rid for request in self.requests]
 
     def lose(self, why: str) -> None:
         """Revoke the lease, because its engine failed or left."""
@@ -154,6 +168,13 @@ class Router:
         Callers are served in order, but an engine first takes callers whose prefix it has.
         Otherwise conversations would lose their engine whenever all engines are full.
         """
+
+        def can_stay(waiting: _Waiting) -> bool:
+            """Whether the engine with the caller's prefix has room, or any if none has it."""
+            home = self._home_of(waiting.keys)
+            near = self._members if home is None else [home]
+            return not waiting.granted.done() and any(m.has_room(waiting.room) for m in near)
+
         while self._waiting:
             first = self._waiting[0]
             # Skip cancelled callers.
@@ -161,8 +182,7 @@ class Router:
                 self._waiting.popleft()
                 continue
             if self._pick(first.keys, first.room) is not None:
-                near = islice(self._waiting, AHEAD)
-                first = next(filter(self._can_stay, near), first)
+                first = next(filter(can_stay, islice(self._waiting, AHEAD)), first)
                 member = self._pick(first.keys, first.room)
                 assert member is not None, "there is room"
                 first.granted.set_result(self._give(member, first.keys))
@@ -172,15 +192,6 @@ class Router:
                 break
             self._waiting.remove(first)
         self.on_room()
-
-    def _can_stay(self, waiting: _Waiting) -> bool:
-        """Whether the engine with the caller's prefix has room, or any engine if none has it."""
-        if waiting.granted.done():
-            return False
-        home = self._home_of(waiting.keys)
-        if home is not None:
-            return home.has_room(waiting.room)
-        return any(member.has_room(waiting.room) for member in self._members)
 
     @property
     def waiting(self) -> int:
@@ -216,11 +227,8 @@ class Router:
             return None
         least = min(free, key=lambda member: len(member.leases))
         home = self._home_of(keys)
-        return (
-            home
-            if home in free and len(home.leases) <= RATIO * len(least.leases) + SLACK
-            else least
-        )
+        stays = home in free and len(home.leases) <= RATIO * len(least.leases) + SLACK
+        return home if stays else least
 
     def _home_of(self, keys: Sequence[Hashable]) -> Member | None:
         """Return the engine with the call's longest prefix, if it serves."""

@@ -77,7 +77,6 @@ async def test_a_workflow_that_leaves_without_a_call_delays_no_batch():
     _ = batcher.enter(2)
     call = asyncio.ensure_future(one(request(1)))
     await asyncio.sleep(0.01)
-    assert batcher.busy() == [2]
     assert flush.batches == []
     batcher.leave(2)
     assert await asyncio.wait_for(call, 10) == [(1, 0, 0)]
@@ -95,7 +94,7 @@ async def test_calls_that_are_taken_back_are_in_no_batch():
     other = asyncio.ensure_future(two(request(2)))
     await asyncio.sleep(0.01)
     assert left_behind.cancelled()
-    assert (batcher.busy(), flush.batches) == ([1], [])
+    assert flush.batches == []
     assert await asyncio.wait_for(one(request(1)), 10) == [(1, 0, 0)]
     await other
     batcher.leave(1)

@@ -1,9 +1,14 @@
-"""A fleet of fake engines on an event loop of its own, with that loop's time."""
+"""A fleet of fake engines on an event loop of its own, with that loop's time.
+
+A test `@pytest.mark.site("ab", retries=2)` `async def test_...(site)` runs on a fleet of two.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +17,7 @@ from fake_engine import FakeEngine, random_reply
 from patient_loop import LOOP_TIME, run_patiently
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.generation import GenerateRequest, SamplingParams
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.deadlines import REQUEST_S
 from rollout.fleet import dispatcher, fleet
 from rollout.fleet.dispatcher import Dispatcher
@@ -36,6 +41,10 @@ class Site:
         self.fleet = Fleet(self.engines, self.config, place_s=place_s)
         limit_s = self.config.request_timeout_s or REQUEST_S
         self.dispatcher = Dispatcher(self.fleet, self.config, vocab_size=31, limit_s=limit_s)
+
+    async def one(self, draw: int, **request: int) -> list[Completion]:
+        """The answer of an engine to a request."""
+        return await self.dispatcher.one(ask(draw, **request))
 
     async def publish(self, version: int = 1, *, only_stale: bool = False) -> None:
         engines = await (self.fleet.stale() if only_stale else self.fleet.candidates())
@@ -94,6 +103,26 @@ def on_site(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         run_patiently(asyncio.wait_for(main(), 60))
 
     return run
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest, on_site: Callable[..., None]) -> Callable[[Use], None]:
+    """`on_site` with the arguments of the test's mark; the test itself gets the `Site`."""
+    mark = request.node.get_closest_marker("site")
+    return partial(on_site, *mark.args, **mark.kwargs)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "site(names, **config): the fleet of an async test")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    given.pop("site")(partial(pyfuncitem.obj, **given))
+    return True
 
 
 @pytest.fixture

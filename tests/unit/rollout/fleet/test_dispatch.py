@@ -20,102 +20,84 @@ def tokens(answers):
     return [[completion.tokens.tolist() for completion in row] for row in answers]
 
 
-def test_the_least_loaded_engine_is_asked(on_site, request_of):
-    async def use(site):
-        for engine in site.engines:
-            engine.delay_s = 0.05
-        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(30)))
-        assert [len(engine.calls) for engine in site.engines] == [10, 10, 10]
-
-    on_site("abc", use)
+@pytest.mark.site("abc")
+async def test_the_least_loaded_engine_is_asked(site):
+    for engine in site.engines:
+        engine.delay_s = 0.05
+    await asyncio.gather(*(site.one(i) for i in range(30)))
+    assert [len(engine.calls) for engine in site.engines] == [10, 10, 10]
 
 
-def test_a_conversation_stays_where_its_prefix_is_unless_that_engine_is_much_busier(
-    on_site, request_of
-):
-    async def use(site):
-        a, b = site.engines
-        a.delay_s = b.delay_s = 0.1
-        await asyncio.gather(site.dispatcher.one(request_of(0)), site.dispatcher.one(request_of(1)))
-        assert [call[0].draw for call in b.calls] == [1]
-        await site.dispatcher.one(request_of(1, turn=1))  # both are idle, and a comes first
-        assert [call[0].turn for call in b.calls] == [0, 1]
-        a.delay_s = 0.0
-        busy = [
-            asyncio.ensure_future(site.dispatcher.one(request_of(1, turn=2 + i))) for i in range(20)
-        ]
-        await asyncio.gather(*busy)
-        assert len(b.calls) < 12, "the others moved"
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_conversation_stays_where_its_prefix_is_unless_that_engine_is_much_busier(site):
+    a, b = site.engines
+    a.delay_s = b.delay_s = 0.1
+    await asyncio.gather(site.one(0), site.one(1))
+    assert [call[0].draw for call in b.calls] == [1]
+    await site.one(1, turn=1)  # both are idle, and a comes first
+    assert [call[0].turn for call in b.calls] == [0, 1]
+    a.delay_s = 0.0
+    busy = [asyncio.ensure_future(site.one(1, turn=2 + i)) for i in range(20)]
+    await asyncio.gather(*busy)
+    assert len(b.calls) < 12, "the others moved"
 
 
-def test_the_conversations_of_a_prompt_stay_each_where_it_was(on_site, request_of):
+@pytest.mark.site("ab")
+async def test_the_conversations_of_a_prompt_stay_each_where_it_was(site, request_of):
     """Many of one prompt spread over engines; later turns follow their own, not the newest."""
-
-    async def use(site):
-        a, b = site.engines
-        a.delay_s = b.delay_s = 0.05
-        for turn in range(2):
-            requests = [
-                replace(request_of(3, turn=turn), first_sample=sample) for sample in range(12)
-            ]
-            await asyncio.gather(*(site.dispatcher.one(one) for one in requests))
-        for engine in (a, b):
-            turns = [{r.first_sample for [r] in engine.calls if r.turn == t} for t in range(2)]
-            assert turns[0] == turns[1] != set()
-
-    on_site("ab", use)
+    a, b = site.engines
+    a.delay_s = b.delay_s = 0.05
+    for turn in range(2):
+        requests = [replace(request_of(3, turn=turn), first_sample=sample) for sample in range(12)]
+        await asyncio.gather(*(site.dispatcher.one(one) for one in requests))
+    for engine in (a, b):
+        turns = [{r.first_sample for [r] in engine.calls if r.turn == t} for t in range(2)]
+        assert turns[0] == turns[1] != set()
 
 
-def test_conversations_stay_where_they_were_while_all_engines_are_full(on_site, request_of):
+@pytest.mark.site("ab", max_in_flight=3)
+async def test_conversations_stay_where_they_were_while_all_engines_are_full(site):
     """An engine with room takes a caller whose prefix it has before the others that wait."""
+    for number, engine in enumerate(site.engines):
+        engine.delay_s = 0.004 + 0.003 * number
 
-    async def use(site):
-        for number, engine in enumerate(site.engines):
-            engine.delay_s = 0.004 + 0.003 * number
+    async def talk(draw):
+        for turn in range(6):
+            await site.one(draw, turn=turn)
 
-        async def talk(draw):
-            for turn in range(6):
-                await site.dispatcher.one(request_of(draw, turn=turn))
-
-        await asyncio.gather(*(talk(draw) for draw in range(24)))
-        seen = {}
-        for engine in site.engines:
-            for [request] in engine.calls:
-                seen.setdefault(request.draw, {})[request.turn] = engine.name
-        assert {len(turns) for turns in seen.values()} == {6}
-        moves = sum(turns[i] != turns[i + 1] for turns in seen.values() for i in range(5))
-        assert moves < 12, f"{moves} of 120 turns began anew elsewhere"
-
-    on_site("ab", use, max_in_flight=3)
+    await asyncio.gather(*(talk(draw) for draw in range(24)))
+    seen = {}
+    for engine in site.engines:
+        for [request] in engine.calls:
+            seen.setdefault(request.draw, {})[request.turn] = engine.name
+    assert {len(turns) for turns in seen.values()} == {6}
+    moves = sum(turns[i] != turns[i + 1] for turns in seen.values() for i in range(5))
+    assert moves < 12, f"{moves} of 120 turns began anew elsewhere"
 
 
-def test_no_engine_gets_more_than_max_in_flight(on_site, request_of):
-    async def use(site):
-        running: Counter[str] = Counter()
-        most: Counter[str] = Counter()
-        generate = FakeEngine.generate
+@pytest.mark.site("ab", max_in_flight=3)
+async def test_no_engine_gets_more_than_max_in_flight(site):
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    generate = FakeEngine.generate
 
-        async def counted(self, requests):
-            running[self.name] += 1
-            most[self.name] = max(most[self.name], running[self.name])
-            try:
-                return await generate(self, requests)
-            finally:
-                running[self.name] -= 1
+    async def counted(self, requests):
+        running[self.name] += 1
+        most[self.name] = max(most[self.name], running[self.name])
+        try:
+            return await generate(self, requests)
+        finally:
+            running[self.name] -= 1
 
-        for engine in site.engines:
-            engine.delay_s = 0.005
-            engine.generate = counted.__get__(engine)
-        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(50)))
-        assert most == {"a": 3, "b": 3}
-
-    on_site("ab", use, max_in_flight=3)
+    for engine in site.engines:
+        engine.delay_s = 0.005
+        engine.generate = counted.__get__(engine)
+    await asyncio.gather(*(site.one(i) for i in range(50)))
+    assert most == {"a": 3, "b": 3}
 
 
 @pytest.mark.parametrize("fault", ["raises", "dies", "hangs", "too few", "sick"])
-def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, request_of, fault):
+def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, fault):
     async def use(site):
         a, b = site.engines
         if fault == "raises":
@@ -125,7 +107,7 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
             a.generate = lambda requests: asyncio.sleep(0, [[] for _ in requests])
         else:
             a.delay_s = 600
-        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i, n=2))) for i in range(20)]
+        calls = [asyncio.ensure_future(site.one(i, n=2)) for i in range(20)]
         await asyncio.sleep(0.02)
         if fault == "dies":
             await site.fleet.failed(a, "killed")
@@ -133,9 +115,7 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
             a.probe_error = EngineFailed("engine a does not answer")
         answers = await asyncio.gather(*calls)
         assert [len(answer) for answer in answers] == [2] * 20
-        assert tokens(answers) == tokens(
-            [await site.dispatcher.one(request_of(i, n=2)) for i in range(20)]
-        )
+        assert tokens(answers) == tokens([await site.one(i, n=2) for i in range(20)])
         served = Counter(call[0].draw for call in b.calls[:20])
         assert set(served.values()) == {1}, "b answered none twice"
         assert site.fleet.restarts <= 1
@@ -175,114 +155,100 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_engine_that_answers_what_cannot_be_is_replaced(on_site, request_of, lie, caplog):
+@pytest.mark.site("ab", restart={"backoff_s": 30.0})
+async def test_an_engine_that_answers_what_cannot_be_is_replaced(site, request_of, lie, caplog):
     """Nothing of it is trained on, and nothing of it ends the run."""
     changes, why = LIES[lie]
+    a, b = site.engines
+    honest = a.generate
 
-    async def use(site):
-        a, b = site.engines
-        honest = a.generate
+    async def lying(requests):
+        [[one]] = await honest(requests)
+        tokens = np.array(changes.get("tokens", [1, 2, 3, 4]), dtype=np.int32)
+        logprobs = changes.get("logprobs", [-1.0] * len(tokens))
+        versions = changes.get("versions", (VersionSpan(1, 0, len(tokens)),))
+        made = replace(
+            one,
+            tokens=tokens,
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=versions,
+        )
+        return [[made]]
 
-        async def lying(requests):
-            [[one]] = await honest(requests)
-            tokens = np.array(changes.get("tokens", [1, 2, 3, 4]), dtype=np.int32)
-            logprobs = changes.get("logprobs", [-1.0] * len(tokens))
-            versions = changes.get("versions", (VersionSpan(1, 0, len(tokens)),))
-            made = replace(
-                one,
-                tokens=tokens,
-                logprobs=np.array(logprobs, dtype=np.float32),
-                versions=versions,
-            )
-            return [[made]]
-
-        a.generate = lying
-        [answer] = await site.dispatcher.one(request_of(0))
-        assert answer.tokens.tolist() == b.reply(request_of(0), 0)
-        assert site.states() == "dead serving"
-        assert "engine a failed: engine a returned an invalid completion" in caplog.text
-        assert why in caplog.text
-
-    on_site("ab", use, restart={"backoff_s": 30.0})
+    a.generate = lying
+    [answer] = await site.one(0)
+    assert answer.tokens.tolist() == b.reply(request_of(0), 0)
+    assert site.states() == "dead serving"
+    assert "engine a failed: engine a returned an invalid completion" in caplog.text
+    assert why in caplog.text
 
 
-def test_an_answer_that_comes_too_late_is_dropped(on_site, request_of):
+@pytest.mark.site("ab", restart={"backoff_s": 30.0})
+async def test_an_answer_that_comes_too_late_is_dropped(site):
     """The engine is declared dead while its answer is under way: the request counts once,
     elsewhere.
     """
-
-    async def use(site):
-        a, b = site.engines
-        a.delay_s = 0.05
-        call = asyncio.ensure_future(site.dispatcher.one(request_of(7)))
-        await asyncio.sleep(0.01)
-        assert len(a.calls) == 1
-        await site.fleet.failed(a, "declared dead")
-        await call
-        assert len(b.calls) == 1
-        await asyncio.sleep(0.1)
-        assert site.dispatcher.retried == 1
-
-    on_site("ab", use, restart={"backoff_s": 30.0})
+    a, b = site.engines
+    a.delay_s = 0.05
+    call = asyncio.ensure_future(site.one(7))
+    await asyncio.sleep(0.01)
+    assert len(a.calls) == 1
+    await site.fleet.failed(a, "declared dead")
+    await call
+    assert len(b.calls) == 1
+    await asyncio.sleep(0.1)
+    assert site.dispatcher.retried == 1
 
 
-def test_so_is_one_of_an_engine_that_does_not_let_itself_be_interrupted(on_site, request_of):
-    async def use(site):
-        a, b = site.engines
-        generate = a.generate
+@pytest.mark.site("ab", restart={"backoff_s": 30.0})
+async def test_so_is_one_of_an_engine_that_does_not_let_itself_be_interrupted(site):
+    a, b = site.engines
+    generate = a.generate
 
-        async def stubborn(requests):
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                return await generate(requests)
+    async def stubborn(requests):
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            return await generate(requests)
 
-        a.generate = stubborn
-        call = asyncio.ensure_future(site.dispatcher.one(request_of(7)))
-        await asyncio.sleep(0.01)
-        await site.fleet.failed(a, "declared dead")
-        await call
-        assert len(b.calls) == 1
-        assert site.dispatcher.retried == 1
-
-    on_site("ab", use, restart={"backoff_s": 30.0})
+    a.generate = stubborn
+    call = asyncio.ensure_future(site.one(7))
+    await asyncio.sleep(0.01)
+    await site.fleet.failed(a, "declared dead")
+    await call
+    assert len(b.calls) == 1
+    assert site.dispatcher.retried == 1
 
 
-def test_a_bad_request_is_not_sent_again(on_site, request_of):
-    async def use(site):
-        site.engines[0].failure = UserError("draw 0: too long")
-        with pytest.raises(UserError, match="too long"):
-            await site.dispatcher.one(request_of(0))
-        assert [len(engine.calls) for engine in site.engines] == [1, 0]
-        assert site.states() == "serving serving"
-        assert site.dispatcher.retried == 0
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_bad_request_is_not_sent_again(site):
+    site.engines[0].failure = UserError("draw 0: too long")
+    with pytest.raises(UserError, match="too long"):
+        await site.one(0)
+    assert [len(engine.calls) for engine in site.engines] == [1, 0]
+    assert site.states() == "serving serving"
+    assert site.dispatcher.retried == 0
 
 
-def test_a_defect_of_ours_is_not_sent_again(on_site, request_of):
-    async def use(site):
-        site.engines[0].failure = ZeroDivisionError("oops")
-        with pytest.raises(RunFailed, match="engine a failed: ZeroDivisionError: oops"):
-            await site.dispatcher.one(request_of(0))
-        assert len(site.engines[1].calls) == 0
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_defect_of_ours_is_not_sent_again(site):
+    site.engines[0].failure = ZeroDivisionError("oops")
+    with pytest.raises(RunFailed, match="engine a failed: ZeroDivisionError: oops"):
+        await site.one(0)
+    assert len(site.engines[1].calls) == 0
 
 
-def test_retries_end(on_site, request_of):
-    async def use(site):
-        for engine in site.engines:
-            engine.failure = EngineFailed(f"engine {engine.name}: garbage")
-        with pytest.raises(EngineFailed, match="engine c: garbage"):
-            await site.dispatcher.one(request_of(0))
-        assert [len(engine.calls) for engine in site.engines] == [1, 1, 1, 0]
-        assert site.dispatcher.retried == 2
-
-    on_site("abcd", use, retries=2, restart={"backoff_s": 30.0})
+@pytest.mark.site("abcd", retries=2, restart={"backoff_s": 30.0})
+async def test_retries_end(site):
+    for engine in site.engines:
+        engine.failure = EngineFailed(f"engine {engine.name}: garbage")
+    with pytest.raises(EngineFailed, match="engine c: garbage"):
+        await site.one(0)
+    assert [len(engine.calls) for engine in site.engines] == [1, 1, 1, 0]
+    assert site.dispatcher.retried == 2
 
 
-def test_a_deadline_names_engine_request_and_key(on_site, request_of, monkeypatch):
+def test_a_deadline_names_engine_request_and_key(on_site, monkeypatch):
     async def use(site):
         [a] = site.engines
         a.delay_s = 60
@@ -292,7 +258,7 @@ def test_a_deadline_names_engine_request_and_key(on_site, request_of, monkeypatc
             match=r"engine a did not answer 1 requests \(the first: 0-5-0-0\) within 0.1 s"
             r" \(rollout.engine.request_timeout_s\), nor their abort within 0.1 s",
         ):
-            await site.dispatcher.one(request_of(5))
+            await site.one(5)
         assert site.states() == "serving"
         assert site.fleet.restarts == 0
 
@@ -300,83 +266,73 @@ def test_a_deadline_names_engine_request_and_key(on_site, request_of, monkeypatc
     on_site("a", use, retries=0, request_timeout_s=0.1)
 
 
-def test_a_request_waits_for_an_engine_that_comes_back(on_site, request_of):
-    async def use(site):
-        catching_up = asyncio.ensure_future(site.catch_up_forever())
-        await site.fleet.failed(site.engines[0], "killed")
-        began = asyncio.get_running_loop().time()
-        [completion] = await site.dispatcher.one(request_of(1))
-        assert completion.versions[0].version == 1
-        assert asyncio.get_running_loop().time() - began >= 0.1
-        assert site.fleet.restarts == 1
-        catching_up.cancel()
-
-    on_site("a", use, restart={"backoff_s": 0.1})
+@pytest.mark.site("a", restart={"backoff_s": 0.1})
+async def test_a_request_waits_for_an_engine_that_comes_back(site):
+    catching_up = asyncio.ensure_future(site.catch_up_forever())
+    await site.fleet.failed(site.engines[0], "killed")
+    began = asyncio.get_running_loop().time()
+    [completion] = await site.one(1)
+    assert completion.versions[0].version == 1
+    assert asyncio.get_running_loop().time() - began >= 0.1
+    assert site.fleet.restarts == 1
+    catching_up.cancel()
 
 
-def test_where_none_can_come_everybody_hears_why(on_site, request_of):
-    async def use(site):
-        for engine in site.engines:
-            engine.delay_s = 600
-        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(8)]
-        await asyncio.sleep(0.01)
-        for engine in site.engines:
-            await site.fleet.failed(engine, f"{engine.name} burnt")
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert {type(outcome) for outcome in outcomes} == {NoEngineLeft}
-        assert "engine a: a burnt; engine b: b burnt" in str(outcomes[0])
-
-    on_site("ab", use, max_in_flight=2, restart={"limit": 0})
+@pytest.mark.site("ab", max_in_flight=2, restart={"limit": 0})
+async def test_where_none_can_come_everybody_hears_why(site):
+    for engine in site.engines:
+        engine.delay_s = 600
+    calls = [asyncio.ensure_future(site.one(i)) for i in range(8)]
+    await asyncio.sleep(0.01)
+    for engine in site.engines:
+        await site.fleet.failed(engine, f"{engine.name} burnt")
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {NoEngineLeft}
+    assert "engine a: a burnt; engine b: b burnt" in str(outcomes[0])
 
 
-def test_cancelled_requests_leave_no_lease(on_site, request_of):
-    async def use(site):
-        site.engines[0].delay_s = 0.05
-        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(6)]
-        await asyncio.sleep(0.01)
-        for call in calls[:4]:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert [call.cancelled() for call in calls] == [True] * 4 + [False] * 2
-        assert site.fleet.members[0].leases == set()
-        assert site.fleet.waiting_for() == ""
-        assert await site.dispatcher.one(request_of(9))
-
-    on_site("a", use, max_in_flight=1)
-
-
-def test_a_caller_cancelled_while_the_engine_fails_is_cancelled(on_site, request_of):
-    async def use(site):
-        site.engines[0].delay_s = 60
-        call = asyncio.ensure_future(site.dispatcher.one(request_of(0)))
-        await asyncio.sleep(0.01)
+@pytest.mark.site("a", max_in_flight=1)
+async def test_cancelled_requests_leave_no_lease(site):
+    site.engines[0].delay_s = 0.05
+    calls = [asyncio.ensure_future(site.one(i)) for i in range(6)]
+    await asyncio.sleep(0.01)
+    for call in calls[:4]:
         call.cancel()
-        await site.fleet.failed(site.engines[0], "at the same moment")
-        await asyncio.wait({call})
-        assert call.cancelled()
-        assert site.dispatcher.retried == 0
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert [call.cancelled() for call in calls] == [True] * 4 + [False] * 2
+    assert site.fleet.members[0].leases == set()
+    assert site.fleet.waiting_for() == ""
+    assert await site.one(9)
 
-    on_site("ab", use)
+
+@pytest.mark.site("ab")
+async def test_a_caller_cancelled_while_the_engine_fails_is_cancelled(site):
+    site.engines[0].delay_s = 60
+    call = asyncio.ensure_future(site.one(0))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await site.fleet.failed(site.engines[0], "at the same moment")
+    await asyncio.wait({call})
+    assert call.cancelled()
+    assert site.dispatcher.retried == 0
 
 
-def test_a_caller_cancelled_while_the_last_engine_ends_is_cancelled(on_site, request_of):
-    async def use(site):
-        site.engines[0].delay_s = 60
-        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)]
-        await asyncio.sleep(0.01)
-        assert "an engine with room" in site.fleet.waiting_for()
-        await_end = asyncio.ensure_future(site.fleet.failed(site.engines[0], "burnt"))
-        # the one in line has NoEngineLeft, and has not run since
-        await asyncio.sleep(0)
-        calls[1].cancel()
-        await asyncio.wait({*calls, await_end})
-        assert calls[1].cancelled()
-
-    on_site("a", use, max_in_flight=1, retries=0, restart={"limit": 0})
+@pytest.mark.site("a", max_in_flight=1, retries=0, restart={"limit": 0})
+async def test_a_caller_cancelled_while_the_last_engine_ends_is_cancelled(site):
+    site.engines[0].delay_s = 60
+    calls = [asyncio.ensure_future(site.one(i)) for i in range(2)]
+    await asyncio.sleep(0.01)
+    assert "an engine with room" in site.fleet.waiting_for()
+    await_end = asyncio.ensure_future(site.fleet.failed(site.engines[0], "burnt"))
+    # the one in line has NoEngineLeft, and has not run since
+    await asyncio.sleep(0)
+    calls[1].cancel()
+    await asyncio.wait({*calls, await_end})
+    assert calls[1].cancelled()
 
 
 @pytest.mark.parametrize("state", ["dead", "stale", "draining"])
-def test_only_engines_that_serve_are_asked(on_site, request_of, state):
+def test_only_engines_that_serve_are_asked(on_site, state):
     async def use(site):
         a, b = site.engines
         if state == "draining":
@@ -384,7 +340,7 @@ def test_only_engines_that_serve_are_asked(on_site, request_of, state):
         else:
             await site.fleet.failed(a, "killed")
             await site.until(f"{state} serving")
-        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(10)))
+        await asyncio.gather(*(site.one(i) for i in range(10)))
         assert [len(engine.calls) for engine in (a, b)] == [0, 10]
 
     on_site(
@@ -393,74 +349,63 @@ def test_only_engines_that_serve_are_asked(on_site, request_of, state):
 
 
 @pytest.mark.parametrize("then", ["the engine fails", "the caller gives up"])
-def test_a_lease_that_is_granted_in_the_moment_when(on_site, request_of, then):
+@pytest.mark.site("a", max_in_flight=1, retries=0, restart={"limit": 0})
+async def test_a_lease_that_is_granted_in_the_moment_when(site, then):
     """A request that waited for room has the lease, and has not run since."""
-
-    async def use(site):
-        site.engines[0].delay_s = 0.05
-        first, second = (
-            asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)
-        )
-        while not first.done():
-            await asyncio.sleep(0)
-        [lease] = site.fleet.members[0].leases
-        assert lease.caller is None, "granted, not used"
-        if then == "the engine fails":
-            await site.fleet.failed(site.engines[0], "burnt")
-            with pytest.raises(EngineFailed, match="burnt"):
-                await second
-            assert len(site.engines[0].calls) == 1
-        else:
-            second.cancel()
-            await asyncio.wait({second})
-            assert await site.dispatcher.one(request_of(2)), "there is room again"
-        assert site.fleet.members[0].leases == set()
-
-    on_site("a", use, max_in_flight=1, retries=0, restart={"limit": 0})
+    site.engines[0].delay_s = 0.05
+    first, second = (asyncio.ensure_future(site.one(i)) for i in range(2))
+    while not first.done():
+        await asyncio.sleep(0)
+    [lease] = site.fleet.members[0].leases
+    assert lease.caller is None, "granted, not used"
+    if then == "the engine fails":
+        await site.fleet.failed(site.engines[0], "burnt")
+        with pytest.raises(EngineFailed, match="burnt"):
+            await second
+        assert len(site.engines[0].calls) == 1
+    else:
+        second.cancel()
+        await asyncio.wait({second})
+        assert await site.one(2), "there is room again"
+    assert site.fleet.members[0].leases == set()
 
 
-def test_batches_are_the_same_whichever_engines_are_alive(on_site, request_of):
-    async def use(site):
-        requests = [request_of(i, n=2) for i in range(11)]
-        whole = await site.dispatcher.batch(requests)
-        calm = [[r.draw for r in call] for engine in site.engines for call in engine.calls]
-        for engine in site.engines:
-            engine.calls.clear()
-        await site.fleet.failed(site.engines[0], "killed")
-        assert tokens(await site.dispatcher.batch(requests)) == tokens(whole)
-        assert sorted([r.draw for r in call] for call in site.engines[1].calls) == sorted(calm)
-        assert calm == [[0, 2], [4, 6], [8, 10], [1, 3], [5, 7], [9]]
-
-    on_site("ab", use, max_batch=4, restart={"backoff_s": 30.0})
+@pytest.mark.site("ab", max_batch=4, restart={"backoff_s": 30.0})
+async def test_batches_are_the_same_whichever_engines_are_alive(site, request_of):
+    requests = [request_of(i, n=2) for i in range(11)]
+    whole = await site.dispatcher.batch(requests)
+    calm = [[r.draw for r in call] for engine in site.engines for call in engine.calls]
+    for engine in site.engines:
+        engine.calls.clear()
+    await site.fleet.failed(site.engines[0], "killed")
+    assert tokens(await site.dispatcher.batch(requests)) == tokens(whole)
+    assert sorted([r.draw for r in call] for call in site.engines[1].calls) == sorted(calm)
+    assert calm == [[0, 2], [4, 6], [8, 10], [1, 3], [5, 7], [9]]
 
 
-def test_a_batch_that_fails_is_made_whole_again(on_site, request_of):
-    async def use(site):
-        requests = [request_of(i) for i in range(6)]
-        expected = tokens(await site.dispatcher.batch(requests))
-        site.engines[1].failure = EngineFailed("engine b: 500")
-        assert tokens(await site.dispatcher.batch(requests)) == expected
-        assert site.dispatcher.retried == 3
-
-    on_site("ab", use, restart={"backoff_s": 30.0})
+@pytest.mark.site("ab", restart={"backoff_s": 30.0})
+async def test_a_batch_that_fails_is_made_whole_again(site, request_of):
+    requests = [request_of(i) for i in range(6)]
+    expected = tokens(await site.dispatcher.batch(requests))
+    site.engines[1].failure = EngineFailed("engine b: 500")
+    assert tokens(await site.dispatcher.batch(requests)) == expected
+    assert site.dispatcher.retried == 3
 
 
-def test_the_engine_that_is_waited_for_is_named(on_site, request_of):
-    async def use(site):
-        for engine in site.engines:
-            engine.delay_s = 0.1
-        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(5)]
-        await asyncio.sleep(0.01)
-        assert (
-            site.fleet.waiting_for()
-            == "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b"
-            " is serving)"
-        )
-        await asyncio.gather(*calls)
-        assert site.fleet.waiting_for() == ""
-        assert 0.1 < site.dispatcher.busy_s < 1.0
-
-    on_site("ab", use, max_in_flight=2)
+@pytest.mark.site("ab", max_in_flight=2)
+async def test_the_engine_that_is_waited_for_is_named(site):
+    for engine in site.engines:
+        engine.delay_s = 0.1
+    calls = [asyncio.ensure_future(site.one(i)) for i in range(5)]
+    await asyncio.sleep(0.01)
+    assert (
+        site.fleet.waiting_for()
+        == "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b"
+        " is serving)"
+    )
+    await asyncio.gather(*calls)
+    assert site.fleet.waiting_for() == ""
+    assert 0.1 < site.dispatcher.busy_s < 1.0
 
 
 def test_time_in_which_calls_overlap_counts_once(on_site, request_of, monkeypatch):

@@ -71,7 +71,7 @@ class Shared:
 
     def publish(self) -> None:
         async def all_of_them() -> None:
-            for engine in self.fleet.running:
+            for engine in self.fleet.engines:
                 self.fleet.draining(engine)
                 self.fleet.published(engine, 1)
 

@@ -12,46 +12,40 @@ from fake_engine import FakeEngine
 from rlcore.errors import EngineFailed, NoEngineLeft, RunFailed
 
 
-def test_an_engine_serves_only_after_a_publication(on_site):
-    async def use(site):
-        assert site.states() == "stale stale"
-        assert [engine.name for engine in await site.fleet.candidates()] == ["a", "b"]
-        await site.publish(3)
-        assert site.states() == "serving serving"
-        assert [member.version for member in site.fleet.members] == [3, 3]
-
-    on_site("ab", use, publish=False)
+@pytest.mark.site("ab", publish=False)
+async def test_an_engine_serves_only_after_a_publication(site):
+    assert site.states() == "stale stale"
+    assert [engine.name for engine in await site.fleet.candidates()] == ["a", "b"]
+    await site.publish(3)
+    assert site.states() == "serving serving"
+    assert [member.version for member in site.fleet.members] == [3, 3]
 
 
-def test_a_probe_that_fails_means_a_restart(on_site):
-    async def use(site):
-        a = site.engines[0]
-        a.probe_error = EngineFailed("engine a does not answer")
-        await site.until("dead serving")
-        a.probe_error = None
-        await site.until("stale serving")
-        assert (a.starts, site.fleet.restarts) == (2, 1)
-        assert site.fleet.members[0].health.why == "engine a does not answer"
-        assert site.fleet.members[0].version is None
-        await site.publish(1, only_stale=True)
-        assert site.states() == "serving serving"
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_probe_that_fails_means_a_restart(site):
+    a = site.engines[0]
+    a.probe_error = EngineFailed("engine a does not answer")
+    await site.until("dead serving")
+    a.probe_error = None
+    await site.until("stale serving")
+    assert (a.starts, site.fleet.restarts) == (2, 1)
+    assert site.fleet.members[0].health.why == "engine a does not answer"
+    assert site.fleet.members[0].version is None
+    await site.publish(1, only_stale=True)
+    assert site.states() == "serving serving"
 
 
-def test_a_probe_without_an_answer_means_a_restart(on_site, monkeypatch):
+@pytest.mark.site("ab")
+async def test_a_probe_without_an_answer_means_a_restart(site, monkeypatch):
     async def never(self):
         await asyncio.sleep(60)
 
-    async def use(site):
-        monkeypatch.setattr(site.engines[1], "health", never.__get__(site.engines[1]))
-        await site.until("serving dead")
-        assert (
-            "engine b did not answer a probe within 0.2 s (rollout.engine.health_timeout_s)"
-            in site.fleet._ends()
-        )
-
-    on_site("ab", use)
+    monkeypatch.setattr(site.engines[1], "health", never.__get__(site.engines[1]))
+    await site.until("serving dead")
+    assert (
+        "engine b did not answer a probe within 0.2 s (rollout.engine.health_timeout_s)"
+        in site.fleet._ends()
+    )
 
 
 def test_the_end_of_a_process_is_noticed_at_once(on_site, monkeypatch):
@@ -67,133 +61,115 @@ def test_the_end_of_a_process_is_noticed_at_once(on_site, monkeypatch):
     on_site("ab", use, health_every_s=600.0)
 
 
-def test_an_engine_in_a_publication_is_not_probed(on_site):
-    async def use(site):
-        probes = []
+@pytest.mark.site("ab")
+async def test_an_engine_in_a_publication_is_not_probed(site):
+    probes = []
 
-        async def count(self):
-            probes.append(self.name)
-            if self.probe_error is not None:
-                raise self.probe_error
+    async def count(self):
+        probes.append(self.name)
+        if self.probe_error is not None:
+            raise self.probe_error
 
-        for engine in site.engines:
-            engine.health = count.__get__(engine)
-        site.fleet.draining(site.engines[0])
-        site.engines[0].probe_error = EngineFailed("busy with weights")
-        await asyncio.sleep(0.3)
-        assert site.states() == "draining serving"
-        assert set(probes) == {"b"}
-        site.fleet.missed(site.engines[0])
-        await site.until("dead serving")
-
-    on_site("ab", use)
+    for engine in site.engines:
+        engine.health = count.__get__(engine)
+    site.fleet.draining(site.engines[0])
+    site.engines[0].probe_error = EngineFailed("busy with weights")
+    await asyncio.sleep(0.3)
+    assert site.states() == "draining serving"
+    assert set(probes) == {"b"}
+    site.fleet.missed(site.engines[0])
+    await site.until("dead serving")
 
 
-def test_a_failure_is_declared_once(on_site, caplog):
-    async def use(site):
-        a = site.engines[0]
-        await asyncio.gather(*(site.fleet.failed(a, f"reason {i}") for i in range(3)))
-        await site.until("stale serving")
-        assert site.fleet.restarts == 1
-        assert [r.message for r in caplog.records if "engine a failed" in r.message] == [
-            "engine a failed: reason 0; it is started again in 0.02 s"
-        ]
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_failure_is_declared_once(site, caplog):
+    a = site.engines[0]
+    await asyncio.gather(*(site.fleet.failed(a, f"reason {i}") for i in range(3)))
+    await site.until("stale serving")
+    assert site.fleet.restarts == 1
+    assert [r.message for r in caplog.records if "engine a failed" in r.message] == [
+        "engine a failed: reason 0; it is started again in 0.02 s"
+    ]
 
 
-def test_a_failure_before_a_restart_does_not_harm_the_engine_after_it(on_site):
-    async def use(site):
-        lease = await site.fleet.router.lease("x", room=9)
-        await site.fleet.failed(lease.member.engine, "first")
-        await site.until("stale serving")
-        site.fleet.lost(lease, "late news of the first")
-        assert site.states() == "stale serving"
-        assert lease.lost == "engine a failed: first"
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_failure_before_a_restart_does_not_harm_the_engine_after_it(site):
+    lease = await site.fleet.router.lease("x", room=9)
+    await site.fleet.failed(lease.member.engine, "first")
+    await site.until("stale serving")
+    site.fleet.lost(lease, "late news of the first")
+    assert site.states() == "stale serving"
+    assert lease.lost == "engine a failed: first"
 
 
-def test_a_publication_that_ends_after_the_engine_failed_leaves_it_dead(on_site):
-    async def use(site):
-        site.fleet.draining(site.engines[0])
-        await site.fleet.failed(site.engines[0], "in the middle")
-        site.fleet.published(site.engines[0], 2)
-        assert site.states() == "dead serving"
-        await site.until("stale serving")
-        site.fleet.published(site.engines[0], 2)
-        assert site.states() == "stale serving", "its new life took no part"
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_publication_that_ends_after_the_engine_failed_leaves_it_dead(site):
+    site.fleet.draining(site.engines[0])
+    await site.fleet.failed(site.engines[0], "in the middle")
+    site.fleet.published(site.engines[0], 2)
+    assert site.states() == "dead serving"
+    await site.until("stale serving")
+    site.fleet.published(site.engines[0], 2)
+    assert site.states() == "stale serving", "its new life took no part"
 
 
-def test_a_step_that_failed_before_a_restart_does_not_harm_the_engine_after_it(on_site):
+@pytest.mark.site("ab")
+async def test_a_step_that_failed_before_a_restart_does_not_harm_the_engine_after_it(site):
     """The others of a publication may take their time: until all have answered, one that died can
     be back.
     """
-
-    async def use(site):
-        a, b = site.engines
-        for engine in (a, b):
-            site.fleet.draining(engine)
-        await site.fleet.failed(a, "killed")
-        await site.until("stale draining")
-        await site.fleet.out(a, "it did not answer begin_update: killed")
-        assert site.states() == "stale draining"
-        assert (a.starts, site.fleet.restarts) == (2, 1)
-        await site.fleet.out(b, "it did not answer begin_update")
-        assert site.states() == "stale dead"
-
-    on_site("ab", use)
+    a, b = site.engines
+    for engine in (a, b):
+        site.fleet.draining(engine)
+    await site.fleet.failed(a, "killed")
+    await site.until("stale draining")
+    await site.fleet.out(a, "it did not answer begin_update: killed")
+    assert site.states() == "stale draining"
+    assert (a.starts, site.fleet.restarts) == (2, 1)
+    await site.fleet.out(b, "it did not answer begin_update")
+    assert site.states() == "stale dead"
 
 
-def test_failed_returns_when_the_engine_is_ended(on_site):
-    async def use(site):
-        await site.fleet.failed(site.engines[0], "enough")
-        assert site.engines[0].closed
-
-    on_site("ab", use, restart={"backoff_s": 5.0})
+@pytest.mark.site("ab", restart={"backoff_s": 5.0})
+async def test_failed_returns_when_the_engine_is_ended(site):
+    await site.fleet.failed(site.engines[0], "enough")
+    assert site.engines[0].closed
 
 
-def test_restarts_that_fail_are_tried_again_up_to_the_limit(on_site, monkeypatch):
-    async def use(site):
-        tries = []
+@pytest.mark.site("ab", restart={"backoff_s": 0.01, "max_backoff_s": 0.02, "limit": 3})
+async def test_restarts_that_fail_are_tried_again_up_to_the_limit(site, monkeypatch):
+    tries = []
 
-        async def broken(self):
-            tries.append(self.name)
-            raise RunFailed("no memory")
+    async def broken(self):
+        tries.append(self.name)
+        raise RunFailed("no memory")
 
-        monkeypatch.setattr(FakeEngine, "start", broken)
-        await site.fleet.failed(site.engines[0], "first")
-        await asyncio.sleep(0.5)
-        assert tries == ["a"] * 3
-        assert site.states() == "dead serving"
-        assert "engine a: it did not start again: no memory" in site.fleet._ends()
-
-    on_site("ab", use, restart={"backoff_s": 0.01, "max_backoff_s": 0.02, "limit": 3})
+    monkeypatch.setattr(FakeEngine, "start", broken)
+    await site.fleet.failed(site.engines[0], "first")
+    await asyncio.sleep(0.5)
+    assert tries == ["a"] * 3
+    assert site.states() == "dead serving"
+    assert "engine a: it did not start again: no memory" in site.fleet._ends()
 
 
-def test_what_no_engine_should_raise_is_a_failure_too(on_site, monkeypatch):
+@pytest.mark.site("ab")
+async def test_what_no_engine_should_raise_is_a_failure_too(site, monkeypatch):
     """Nothing that a client does leaves an engine unwatched, or neither dead nor alive."""
+    tries = []
 
-    async def use(site):
-        tries = []
+    async def broken(self):
+        tries.append(self.name)
+        if len(tries) < 3:
+            raise KeyError("port")
 
-        async def broken(self):
-            tries.append(self.name)
-            if len(tries) < 3:
-                raise KeyError("port")
-
-        monkeypatch.setattr(FakeEngine, "start", broken)
-        monkeypatch.setattr(FakeEngine, "kill", broken)
-        site.engines[0].probe_error = ZeroDivisionError("a probe")
-        await site.until("dead serving")
-        assert site.fleet.members[0].health.why == "ZeroDivisionError: a probe"
-        site.engines[0].probe_error = None
-        await site.until("stale serving")
-        assert site.fleet.members[0].health.starts == 3
-
-    on_site("ab", use)
+    monkeypatch.setattr(FakeEngine, "start", broken)
+    monkeypatch.setattr(FakeEngine, "kill", broken)
+    site.engines[0].probe_error = ZeroDivisionError("a probe")
+    await site.until("dead serving")
+    assert site.fleet.members[0].health.why == "ZeroDivisionError: a probe"
+    site.engines[0].probe_error = None
+    await site.until("stale serving")
+    assert site.fleet.members[0].health.starts == 3
 
 
 def test_a_restart_that_hangs_meets_its_deadline(on_site, monkeypatch):
@@ -223,72 +199,62 @@ def test_an_engine_that_does_not_end_is_started_again_all_the_same(on_site, monk
     on_site("a", use)
 
 
-def test_pause_starts_returns_when_no_engine_is_starting(on_site, monkeypatch):
-    async def use(site):
-        may_start = asyncio.Event()
-        monkeypatch.setattr(FakeEngine, "start", lambda self: may_start.wait())
-        await site.fleet.failed(site.engines[0], "first")
-        await site.until("starting serving")
-        holding = asyncio.ensure_future(site.fleet.pause_starts())
-        await asyncio.sleep(0.05)
-        assert not holding.done(), "its memory is on the way"
-        may_start.set()
-        await asyncio.wait_for(holding, 5)
-        assert site.states() == "stale serving"
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_pause_starts_returns_when_no_engine_is_starting(site, monkeypatch):
+    may_start = asyncio.Event()
+    monkeypatch.setattr(FakeEngine, "start", lambda self: may_start.wait())
+    await site.fleet.failed(site.engines[0], "first")
+    await site.until("starting serving")
+    holding = asyncio.ensure_future(site.fleet.pause_starts())
+    await asyncio.sleep(0.05)
+    assert not holding.done(), "its memory is on the way"
+    may_start.set()
+    await asyncio.wait_for(holding, 5)
+    assert site.states() == "stale serving"
 
 
-def test_on_a_shared_device_an_engine_waits_for_weights_until_no_other_serves(on_site):
-    async def use(site):
-        a, b = site.engines
-        await site.fleet.failed(a, "first")
-        await site.until("stale serving")
-        waiting = asyncio.ensure_future(site.fleet.wait_for_stale())
-        await asyncio.sleep(0.05)
-        assert not waiting.done(), "b would lose its requests"
-        await site.fleet.failed(b, "second")
-        await asyncio.wait_for(waiting, 5)
-
-    on_site("ab", use, colocated=True)
+@pytest.mark.site("ab", colocated=True)
+async def test_on_a_shared_device_an_engine_waits_for_weights_until_no_other_serves(site):
+    a, b = site.engines
+    await site.fleet.failed(a, "first")
+    await site.until("stale serving")
+    waiting = asyncio.ensure_future(site.fleet.wait_for_stale())
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "b would lose its requests"
+    await site.fleet.failed(b, "second")
+    await asyncio.wait_for(waiting, 5)
 
 
-def test_a_publication_waits_for_an_engine_that_comes_back(on_site):
-    async def use(site):
-        await asyncio.gather(*(site.fleet.failed(engine, "gone") for engine in site.engines))
-        assert site.states() == "dead dead"
-        [first, *_] = await site.fleet.candidates()
-        assert first in site.engines
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_publication_waits_for_an_engine_that_comes_back(site):
+    await asyncio.gather(*(site.fleet.failed(engine, "gone") for engine in site.engines))
+    assert site.states() == "dead dead"
+    [first, *_] = await site.fleet.candidates()
+    assert first in site.engines
 
 
-def test_a_publication_does_not_wait_for_engines_that_are_gone_for_good(on_site):
-    async def use(site):
-        await asyncio.gather(
-            *(site.fleet.failed(engine, f"{engine.name} burnt") for engine in site.engines)
-        )
-        with pytest.raises(
-            NoEngineLeft, match=r"rollout.engine.restart.*engine a: a burnt; engine b: b burnt"
-        ):
-            await site.fleet.candidates()
-
-    on_site("ab", use, restart={"limit": 0})
-
-
-def test_a_publication_waits_no_longer_than_a_start_takes(on_site, monkeypatch):
-    async def use(site):
-        monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
-        await site.fleet.failed(site.engines[0], "gone")
-        with pytest.raises(
-            NoEngineLeft,
-            match=(
-                r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\): engine a: it"
-                r" is starting; before, gone$"
-            ),
-        ):
-            await site.fleet.candidates()
-
-    on_site(
-        "a", use, start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1}
+@pytest.mark.site("ab", restart={"limit": 0})
+async def test_a_publication_does_not_wait_for_engines_that_are_gone_for_good(site):
+    await asyncio.gather(
+        *(site.fleet.failed(engine, f"{engine.name} burnt") for engine in site.engines)
     )
+    with pytest.raises(
+        NoEngineLeft, match=r"rollout.engine.restart.*engine a: a burnt; engine b: b burnt"
+    ):
+        await site.fleet.candidates()
+
+
+@pytest.mark.site(
+    "a", start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1}
+)
+async def test_a_publication_waits_no_longer_than_a_start_takes(site, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
+    await site.fleet.failed(site.engines[0], "gone")
+    with pytest.raises(
+        NoEngineLeft,
+        match=(
+            r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\): engine a: it"
+            r" is starting; before, gone$"
+        ),
+    ):
+        await site.fleet.candidates()

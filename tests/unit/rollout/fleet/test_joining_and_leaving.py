@@ -18,56 +18,51 @@ def new_engine(name, **settings):
     return FakeEngine(random_reply(31), name=name, **settings)
 
 
-def test_an_engine_that_joins_serves_once_it_has_the_weights(on_site, request_of):
-    async def use(site):
-        late = new_engine("b")
-        site.fleet.join(late)
-        await site.until("serving stale")
-        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(4)))
-        assert not late.calls, "it has no weights"
-        await asyncio.wait_for(site.fleet.wait_for_stale(), 1)
-        await site.publish(1, only_stale=True)
-        assert site.states() == "serving serving"
-        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(9, 13)))
-        assert late.calls
-
-    on_site("a", use)
+@pytest.mark.site("a")
+async def test_an_engine_that_joins_serves_once_it_has_the_weights(site):
+    late = new_engine("b")
+    site.fleet.join(late)
+    await site.until("serving stale")
+    await asyncio.gather(*(site.one(i) for i in range(4)))
+    assert not late.calls, "it has no weights"
+    await asyncio.wait_for(site.fleet.wait_for_stale(), 1)
+    await site.publish(1, only_stale=True)
+    assert site.states() == "serving serving"
+    await asyncio.gather(*(site.one(i) for i in range(9, 13)))
+    assert late.calls
 
 
-def test_requests_of_an_engine_that_leaves_go_on_elsewhere(on_site, request_of):
+@pytest.mark.site("ab")
+async def test_requests_of_an_engine_that_leaves_go_on_elsewhere(site):
     """They come back with the tokens that they have, and are no failures."""
-
-    async def use(site):
-        a, b = site.engines
-        a.delay_s = 30.0
-        b.delay_s = 30.0
-        asked = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)]
-        while not (a.calls and b.calls):
-            await asyncio.sleep(0.005)
-        [[at_a]] = a.calls
-        leaving = asyncio.ensure_future(site.fleet.leave(a))
-        await asyncio.sleep(0)
-        assert site.states() == "leaving serving"
-        await asyncio.wait_for(leaving, 2)
-        [part] = await asked[at_a.draw]
-        assert part.finish_reason == "abort"
-        assert len(part.tokens) == 2
-        assert not asked[1 - at_a.draw].done(), "those of others are left alone"
-        assert set(a.aborted) == {at_a.rid}
-        assert b.aborted == []
-        assert a.closed
-        assert site.states() == "serving"
-        assert site.dispatcher.retried == 0
-        b.delay_s = 0.0
-        await site.dispatcher.one(request_of(7))
-        assert len(a.calls) == 1
-        for one in asked:
-            one.cancel()
-
-    on_site("ab", use)
+    a, b = site.engines
+    a.delay_s = 30.0
+    b.delay_s = 30.0
+    asked = [asyncio.ensure_future(site.one(i)) for i in range(2)]
+    while not (a.calls and b.calls):
+        await asyncio.sleep(0.005)
+    [[at_a]] = a.calls
+    leaving = asyncio.ensure_future(site.fleet.leave(a))
+    await asyncio.sleep(0)
+    assert site.states() == "leaving serving"
+    await asyncio.wait_for(leaving, 2)
+    [part] = await asked[at_a.draw]
+    assert part.finish_reason == "abort"
+    assert len(part.tokens) == 2
+    assert not asked[1 - at_a.draw].done(), "those of others are left alone"
+    assert set(a.aborted) == {at_a.rid}
+    assert b.aborted == []
+    assert a.closed
+    assert site.states() == "serving"
+    assert site.dispatcher.retried == 0
+    b.delay_s = 0.0
+    await site.one(7)
+    assert len(a.calls) == 1
+    for one in asked:
+        one.cancel()
 
 
-def test_a_request_that_it_does_not_answer_is_sent_again(on_site, request_of, monkeypatch):
+def test_a_request_that_it_does_not_answer_is_sent_again(on_site, monkeypatch):
     monkeypatch.setattr(fleet, "ABORT_S", 0.3)
 
     async def use(site):
@@ -75,7 +70,7 @@ def test_a_request_that_it_does_not_answer_is_sent_again(on_site, request_of, mo
         a.delay_s = 30.0
         a.deaf = True
         b.delay_s = 0.2
-        asked = asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(2)))
+        asked = asyncio.gather(*(site.one(i) for i in range(2)))
         while not (a.calls and b.calls):
             await asyncio.sleep(0.005)
         await asyncio.wait_for(site.fleet.leave(a), 2)
@@ -87,76 +82,66 @@ def test_a_request_that_it_does_not_answer_is_sent_again(on_site, request_of, mo
     on_site("ab", use)
 
 
-def test_one_that_dies_while_it_leaves_is_not_started_again(on_site, request_of):
-    async def use(site):
-        a = site.engines[0]
-        a.delay_s = 0.1
-        a.deaf = True
-        a.failure = EngineFailed("its connections broke")
-        a.probe_error = EngineFailed("nothing answers")
-        asked = asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(2)))
-        while not a.calls:
-            await asyncio.sleep(0.005)
-        await asyncio.wait_for(site.fleet.leave(a), 2)
-        assert len(await asyncio.wait_for(asked, 2)) == 2
-        await asyncio.sleep(0.2)
-        assert site.states() == "serving"
-        assert a.starts == 1
-
-    on_site("ab", use, health_every_s=600.0)
+@pytest.mark.site("ab", health_every_s=600.0)
+async def test_one_that_dies_while_it_leaves_is_not_started_again(site):
+    a = site.engines[0]
+    a.delay_s = 0.1
+    a.deaf = True
+    a.failure = EngineFailed("its connections broke")
+    a.probe_error = EngineFailed("nothing answers")
+    asked = asyncio.gather(*(site.one(i) for i in range(2)))
+    while not a.calls:
+        await asyncio.sleep(0.005)
+    await asyncio.wait_for(site.fleet.leave(a), 2)
+    assert len(await asyncio.wait_for(asked, 2)) == 2
+    await asyncio.sleep(0.2)
+    assert site.states() == "serving"
+    assert a.starts == 1
 
 
-def test_a_publication_ends_before_an_engine_leaves(on_site):
-    async def use(site):
-        a = site.engines[0]
-        site.fleet.draining(a)
-        leaving = asyncio.ensure_future(site.fleet.leave(a))
-        await asyncio.sleep(0.05)
-        assert site.states() == "draining serving"
-        site.fleet.published(a, 2)
-        await asyncio.wait_for(leaving, 1)
-        assert site.states() == "serving"
-        site.fleet.missed(a)
-        site.fleet.published(a, 3)
-        await site.fleet.out(a, "a step that it has left")
-        await site.fleet.failed(a, "likewise")
-        await site.fleet.leave(a)
-        assert site.states() == "serving"
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_a_publication_ends_before_an_engine_leaves(site):
+    a = site.engines[0]
+    site.fleet.draining(a)
+    leaving = asyncio.ensure_future(site.fleet.leave(a))
+    await asyncio.sleep(0.05)
+    assert site.states() == "draining serving"
+    site.fleet.published(a, 2)
+    await asyncio.wait_for(leaving, 1)
+    assert site.states() == "serving"
+    site.fleet.missed(a)
+    site.fleet.published(a, 3)
+    await site.fleet.out(a, "a step that it has left")
+    await site.fleet.failed(a, "likewise")
+    await site.fleet.leave(a)
+    assert site.states() == "serving"
 
 
-def test_a_dead_engine_leaves_at_once_and_for_good(on_site):
-    async def use(site):
-        a = site.engines[0]
-        await site.fleet.failed(a, "killed")
-        await asyncio.wait_for(site.fleet.leave(a), 1)
-        await asyncio.sleep(0.2)
-        assert site.states() == "serving"
-        assert a.starts == 1
-
-    on_site("ab", use, restart={"backoff_s": 0.1})
+@pytest.mark.site("ab", restart={"backoff_s": 0.1})
+async def test_a_dead_engine_leaves_at_once_and_for_good(site):
+    a = site.engines[0]
+    await site.fleet.failed(a, "killed")
+    await asyncio.wait_for(site.fleet.leave(a), 1)
+    await asyncio.sleep(0.2)
+    assert site.states() == "serving"
+    assert a.starts == 1
 
 
-def test_restarts_of_engines_that_have_left_still_count(on_site):
-    async def use(site):
-        await site.fleet.failed(site.engines[0], "killed")
-        await site.until("stale serving")
-        await site.fleet.leave(site.engines[0])
-        assert site.fleet.restarts == 1
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_restarts_of_engines_that_have_left_still_count(site):
+    await site.fleet.failed(site.engines[0], "killed")
+    await site.until("stale serving")
+    await site.fleet.leave(site.engines[0])
+    assert site.fleet.restarts == 1
 
 
-def test_where_the_last_one_leaves_everybody_hears_why(on_site, request_of):
-    async def use(site):
-        await site.fleet.leave(site.engines[0])
-        with pytest.raises(NoEngineLeft, match=r"none can be started again.*: engine a has left"):
-            await site.dispatcher.one(request_of(1))
-        with pytest.raises(NoEngineLeft, match="engine a has left"):
-            await site.fleet.candidates()
-
-    on_site("a", use)
+@pytest.mark.site("a")
+async def test_where_the_last_one_leaves_everybody_hears_why(site):
+    await site.fleet.leave(site.engines[0])
+    with pytest.raises(NoEngineLeft, match=r"none can be started again.*: engine a has left"):
+        await site.one(1)
+    with pytest.raises(NoEngineLeft, match="engine a has left"):
+        await site.fleet.candidates()
 
 
 # --- the list of engines --------------------------------------------------------------------------
@@ -184,28 +169,25 @@ class Listed(EngineList):
         return new_engine(name)
 
 
-def test_engines_come_and_go_with_the_list(on_site, request_of, tmp_path):
+@pytest.mark.site(["a-1"])
+async def test_engines_come_and_go_with_the_list(site, tmp_path):
     """A new one serves once it has the weights; the list is read before a publication."""
     listed = Listed(tmp_path / "urls.json")
-
-    async def use(site):
-        site.fleet._listed = listed
-        listed.path.write_text('["http://a:1", "http://b:1/"]')
-        await asyncio.sleep(0.2)
-        assert site.states() == "serving"
-        await site.publish(2)
-        assert listed.built == [("b-1", "http://b:1")]
-        await site.until("serving stale")
-        await site.publish(2, only_stale=True)
-        assert site.states() == "serving serving"
-        assert [member.version for member in site.fleet.members] == [2, 2]
-        listed.path.write_text('["http://b:1", "http://c:1"]')
-        await site.publish(3)
-        await site.until("serving stale")
-        assert [member.name for member in site.fleet.members] == ["b-1", "c-1"]
-        assert site.engines[0].closed
-
-    on_site(["a-1"], use)
+    site.fleet._listed = listed
+    listed.path.write_text('["http://a:1", "http://b:1/"]')
+    await asyncio.sleep(0.2)
+    assert site.states() == "serving"
+    await site.publish(2)
+    assert listed.built == [("b-1", "http://b:1")]
+    await site.until("serving stale")
+    await site.publish(2, only_stale=True)
+    assert site.states() == "serving serving"
+    assert [member.version for member in site.fleet.members] == [2, 2]
+    listed.path.write_text('["http://b:1", "http://c:1"]')
+    await site.publish(3)
+    await site.until("serving stale")
+    assert [member.name for member in site.fleet.members] == ["b-1", "c-1"]
+    assert site.engines[0].closed
 
 
 @pytest.mark.parametrize(
@@ -217,20 +199,17 @@ def test_engines_come_and_go_with_the_list(on_site, request_of, tmp_path):
         (None, "there is no "),
     ],
 )
-def test_a_list_that_cannot_be_read_changes_nothing(on_site, tmp_path, text, why, caplog):
+@pytest.mark.site(["a-1"])
+async def test_a_list_that_cannot_be_read_changes_nothing(site, tmp_path, text, why, caplog):
     listed = Listed(tmp_path / "urls.json")
     listed.path.unlink()
     if text is not None:
         listed.path.write_text(text)
-
-    async def use(site):
-        site.fleet._listed = listed
-        await site.publish(2)
-        assert site.states() == "serving"
-        [said] = [one for one in caplog.messages if "the engines stay as they are" in one]
-        assert why in said
-
-    on_site(["a-1"], use)
+    site.fleet._listed = listed
+    await site.publish(2)
+    assert site.states() == "serving"
+    [said] = [one for one in caplog.messages if "the engines stay as they are" in one]
+    assert why in said
 
 
 def test_a_folder_has_a_file_for_each_command(tmp_path):
@@ -248,7 +227,8 @@ def test_a_folder_has_a_file_for_each_command(tmp_path):
     }
 
 
-def test_an_engine_that_does_not_suit_the_run_does_not_serve(on_site, tmp_path, caplog):
+@pytest.mark.site(["a-1"])
+async def test_an_engine_that_does_not_suit_the_run_does_not_serve(site, tmp_path, caplog):
     listed = Listed(tmp_path / "urls.json")
     listed.path.write_text('["http://a:1", "http://b:1"]')
 
@@ -256,25 +236,19 @@ def test_an_engine_that_does_not_suit_the_run_does_not_serve(on_site, tmp_path, 
         if engine.name == "b-1":
             raise ConfigError("engine b-1 takes 8 tokens")
 
-    async def use(site):
-        site.fleet._listed = listed
-        site.fleet._check = check
-        await site.publish(2)
-        await site.until("serving dead")
-        assert "engine b-1 takes 8 tokens" in site.fleet.members[1].health.why
-
-    on_site(["a-1"], use)
+    site.fleet._listed = listed
+    site.fleet._check = check
+    await site.publish(2)
+    await site.until("serving dead")
+    assert "engine b-1 takes 8 tokens" in site.fleet.members[1].health.why
 
 
-def test_the_state_of_the_engines_is_written(on_site, tmp_path):
+@pytest.mark.site("a")
+async def test_the_state_of_the_engines_is_written(site, tmp_path):
     path = tmp_path / "engines.json"
-
-    async def use(site):
-        showing = asyncio.ensure_future(keep_shown(site.fleet.members, path))
-        while not path.exists():
-            await asyncio.sleep(0.01)
-        [row] = json.loads(path.read_bytes())
-        assert (row["engine"], row["state"], row["version"]) == ("a", "serving", 1)
-        showing.cancel()
-
-    on_site("a", use)
+    showing = asyncio.ensure_future(keep_shown(site.fleet.members, path))
+    while not path.exists():
+        await asyncio.sleep(0.01)
+    [row] = json.loads(path.read_bytes())
+    assert (row["engine"], row["state"], row["version"]) == ("a", "serving", 1)
+    showing.cancel()
