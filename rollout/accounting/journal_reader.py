@@ -1,8 +1,6 @@
 """Reads a growing ledger journal: the lines that count, the ledger at any cut, dropped draws.
 
-The journal of a long run has hundreds of millions of lines, so they stay on disk. A `History`
-knows which lines count and reads them again for each question. It parses the commonest lines only
-then.
+A long journal stays on disk: a `History` knows which lines count, and reads them for each question.
 """
 
 from __future__ import annotations
@@ -69,23 +67,26 @@ class DroppedDraw(NamedTuple):
 
 @dataclass
 class History:
-    """The lines of a journal that count, in order."""
+    """The lines of a journal, and which of them count.
+
+    Attributes:
+        cuts: the position after the cut of each step.
+        starts: (line number of a start, step from whose cut the run continued).
+        bounds: by step, `rollout.max_staleness` when its batch was handed over.
+        dropped: the newest dropped, failed or requeued draws, rewound ones included.
+        dropped_counts: counts of all of them by what and why.
+    """
 
     path: Path
-    rewound: list[LineRange] = field(default_factory=list)
     rewound_transitions: int = 0
-    cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})  # by step
-    # (line number of a start, step from whose cut the run continued)
+    cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})
     starts: list[tuple[int, int]] = field(default_factory=list)
-    # step -> rollout.max_staleness when its batch was handed over
     bounds: dict[int, int] = field(default_factory=dict)
-    # the newest dropped, failed or requeued draws, and counts of all of them by what and why;
-    # rewound ones are included
     dropped: deque[DroppedDraw] = field(default_factory=lambda: deque(maxlen=MAX_DROPPED))
     dropped_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _max_staleness: int = 0  # value of the last start
     _step: int = 0  # step of the last cut
-    _counted: list[LineRange] = field(default_factory=list)  # ranges before the last start
+    _before: list[LineRange] = field(default_factory=list)  # lines before the last start
     _begin: JournalPosition = BEGINNING  # position after the last start
     _end: JournalPosition = BEGINNING
 
@@ -107,24 +108,25 @@ class History:
             for line in file:
                 if not line.endswith(b"\n"):
                     return
+                number, byte, transitions = self._end
                 later = line.startswith(_PARSED_LATER)
-                entry = {} if later else self._parsed(self._end.line, line)
-                line_end = JournalPosition(
-                    self._end.line + 1, self._end.byte + len(line), self._end.transitions
-                )
+                entry = {} if later else self._parsed(number, line)
+                end = JournalPosition(number + 1, byte + len(line), transitions)
                 if "start" in entry:
-                    line_end = self._rewind(entry, line_end)
+                    end = self._rewind(entry, end)
                 elif "cut" in entry:
                     self._step = entry["cut"]
-                    self.cuts[self._step] = line_end
+                    self.cuts[self._step] = end
                     self.bounds[self._step] = self._max_staleness
                 else:
-                    if entry:
-                        self._take_dropped(entry)
-                    line_end = line_end._replace(transitions=line_end.transitions + 1)
-                self._end = line_end
+                    for what, draw, why in transitions_of(entry):
+                        found = DroppedDraw(self._step + 1, draw, what, str(why or ""), number)
+                        self.dropped.append(found)
+                        self.dropped_counts[what, found.why] += 1
+                    end = end._replace(transitions=transitions + 1)
+                self._end = end
 
-    def _rewind(self, entry: Entry, line_end: JournalPosition) -> JournalPosition:
+    def _rewind(self, entry: Entry, end: JournalPosition) -> JournalPosition:
         """Go back to the cut that a start names, or to the beginning if it contains the ledger."""
         start = self._end
         step = entry["start"]
@@ -132,37 +134,31 @@ class History:
         if not has_ledger and step not in self.cuts:
             raise DataError(f"{self.path}:{start.line}: a start from step {step}, which has no cut")
         cut = BEGINNING if has_ledger else self.cuts[step]
-        counted = self.counted
-        self.rewound += [
-            LineRange(max(begin, cut), end, rewound_by=start.line)
-            for begin, end, _ in counted
-            if end > cut
-        ]
-        self._counted = [
-            LineRange(begin, min(end, cut)) for begin, end, _ in counted if begin < cut
-        ]
+        before: list[LineRange] = []
+        for lines in self.lines:
+            if lines.rewound_by is not None or lines.end <= cut:
+                before.append(lines)
+                continue
+            if lines.begin < cut:
+                before.append(LineRange(lines.begin, cut))
+            before.append(LineRange(max(lines.begin, cut), lines.end, rewound_by=start.line))
+        self._before = before
         self.rewound_transitions += start.transitions - cut.transitions
-        line_end = line_end._replace(transitions=cut.transitions)
+        end = end._replace(transitions=cut.transitions)
         self.cuts = {at: position for at, position in self.cuts.items() if at <= step}
         if has_ledger:
-            self.cuts = {step: line_end}
-        self._begin = start._replace(transitions=cut.transitions) if has_ledger else line_end
+            self.cuts = {step: end}
+        self._begin = start._replace(transitions=cut.transitions) if has_ledger else end
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
         self.starts.append((start.line, step))
         self._step = step
         self._max_staleness = entry["max_staleness"]
-        return line_end
-
-    def _take_dropped(self, entry: Entry) -> None:
-        for what, draw, why in transitions_of(entry):
-            found = DroppedDraw(self._step + 1, draw, what, str(why or ""), self._end.line)
-            self.dropped.append(found)
-            self.dropped_counts[what, found.why] += 1
+        return end
 
     @property
-    def counted(self) -> list[LineRange]:
-        """The lines that count, in order."""
-        return [*self._counted, LineRange(self._begin, self._end)]
+    def lines(self) -> list[LineRange]:
+        """All lines but starts without a ledger, in order."""
+        return [*self._before, LineRange(self._begin, self._end)]
 
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
         """Counting transitions, cuts, and starts with a ledger, with their line numbers.
@@ -170,8 +166,9 @@ class History:
         Raises:
             DataError: a line is not a journal entry; names the line.
         """
-        for lines in self.counted:
-            yield from self._read(lines, until)
+        for lines in self.lines:
+            if lines.rewound_by is None:
+                yield from self._read(lines, until)
 
     def _read(
         self, lines: LineRange, until: JournalPosition | None = None, *, containing: bytes = b""
@@ -203,7 +200,10 @@ class History:
         ledger = Ledger()
         for number, entry in self.entries(until=None if step is None else self.cuts[step]):
             try:
-                _apply(ledger, entry)
+                if "ledger" in entry:
+                    ledger.restore(entry["ledger"])
+                for transition, draw, detail in transitions_of(entry):
+                    apply(ledger, transition, draw, detail)
             except ValueError as error:
                 raise DataError(f"{self.path}:{number}: {error}") from error
         return ledger
@@ -212,7 +212,7 @@ class History:
         """All transitions of one draw, including rewound ones."""
         return [
             (number, transition, detail, lines.rewound_by)
-            for lines in sorted([*self.counted, *self.rewound], key=lambda lines: lines.begin.line)
+            for lines in self.lines
             for number, entry in self._read(lines, containing=str(draw).encode())
             for transition, moved, detail in transitions_of(entry)
             if moved == draw
@@ -285,19 +285,17 @@ def transitions_of(
             yield transition, draw, detail
 
 
-def _apply(ledger: Ledger, entry: Mapping[str, Any]) -> None:
-    if "ledger" in entry:
-        ledger.restore(entry["ledger"])
-    for transition, draw, detail in transitions_of(entry):
-        if transition == "drawn":
-            ledger.draw([draw])
-        elif transition == "finished":
-            ledger.finish(draw)
-        elif transition == "consumed":
-            ledger.consume(draw, cast(int, detail))
-        elif transition == "dropped":
-            ledger.drop(draw, str(detail))
-        elif transition == "failed":
-            ledger.fail(draw, str(detail))
-        else:
-            ledger.requeue(draw)
+def apply(ledger: Ledger, transition: Transition, draw: int, detail: int | str | None) -> None:
+    """Make a recorded transition. Raises ValueError if the state of the draw does not allow it."""
+    if transition == "drawn":
+        ledger.draw([draw])
+    elif transition == "finished":
+        ledger.finish(draw)
+    elif transition == "consumed":
+        ledger.consume(draw, cast(int, detail))
+    elif transition == "dropped":
+        ledger.drop(draw, str(detail))
+    elif transition == "failed":
+        ledger.fail(draw, str(detail))
+    else:
+        ledger.requeue(draw)

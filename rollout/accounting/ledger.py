@@ -196,9 +196,11 @@ class Ledger:
         Chunks of settled draws are packed once each; the remaining draws are run-length coded.
         """
         codes = self._array(len(self._settled) * CHUNK)
-        while len(codes) >= CHUNK and all_settled(codes[:CHUNK]):
+        final = (codes >= 1) | (codes <= FIRST_FILTER) | (codes == FAILED)
+        while len(codes) >= CHUNK and final[:CHUNK].all():
             self._settled.append(packed(codes[:CHUNK]))
             codes = codes[CHUNK:]
+            final = final[CHUNK:]
         starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
         lengths = np.diff(np.append(starts, len(codes)))
         tail = {"codes": codes[starts].tolist(), "lengths": lengths.tolist()}
@@ -218,11 +220,6 @@ class Ledger:
         self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
         self._filters = list(state["filters"])
         self.balance()
-
-
-def all_settled(codes: Codes) -> bool:
-    """Whether all of these draws were consumed, dropped or failed: final states."""
-    return bool(((codes >= 1) | (codes <= FIRST_FILTER) | (codes == FAILED)).all())
 
 
 def packed(codes: Codes) -> str:

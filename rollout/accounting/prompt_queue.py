@@ -21,10 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class LedgerJournal:
-    """Appends every transition of every draw to ledger.jsonl as it happens, and deletes none.
+    """Appends every transition of every draw to ledger.jsonl as it happens (docs/ledger.md).
 
-    docs/ledger.md describes the format and what a kill loses. A run has one writer. Transitions
-    recorded before `start` are written after its line.
+    A run has one writer. Transitions recorded before `start` are written after its line.
     """
 
     def __init__(self) -> None:
@@ -50,13 +49,11 @@ class LedgerJournal:
         if detail is not None:
             entry[key] = [detail] if each else detail
         self._unwritten.append(entry)
-        self._flush(len(self._unwritten) - 1)
+        self.flush(but=1)
 
-    def flush(self) -> None:
-        """Write everything that was recorded, so that it outlives this process."""
-        self._flush(len(self._unwritten))
-
-    def _flush(self, number: int) -> None:
+    def flush(self, *, but: int = 0) -> None:
+        """Write all recorded entries but the last ones, so that they outlive this process."""
+        number = len(self._unwritten) - but
         if self._file is not None and number > 0:
             self._write(*self._unwritten[:number])
             del self._unwritten[:number]
@@ -88,7 +85,6 @@ class LedgerJournal:
 
         Args:
             prompts: their number and their fingerprint.
-            max_staleness: the bound for the steps to come.
 
         A damaged file is set aside with a warning. A repeated call before the next `detach` is a
         no-op, since a caller without an answer asks again.
@@ -224,10 +220,7 @@ class PromptQueue:
             self.give_back(draw)
 
     def hand_over(self, draws: Sequence[int], step: int) -> None:
-        """Make the finished groups of these draws the batch of `step`.
-
-        The step's checkpoint holds this state, see `snapshot`.
-        """
+        """Make the finished groups of these draws the batch of `step`."""
         for draw in draws:
             self.ledger.consume(draw, step)
             self.stream.settled(draw)
