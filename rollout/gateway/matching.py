@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,19 +195,14 @@ def key_of(message: Message, places: Mapping[str, int]) -> Hashable:
 
 
 def _call(call: Any) -> Hashable:
+    """The name and the arguments of a call, as canonical JSON if they are JSON."""
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments)
-    return function["name"], _canonical(arguments)
-
-
-def _canonical(arguments: str) -> str:
-    """JSON with sorted keys and canonical numbers; other text is unchanged."""
-    try:
-        return json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
-    except (ValueError, RecursionError):
-        return arguments
+    with suppress(ValueError, RecursionError):
+        arguments = json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
+    return function["name"], arguments
 
 
 def _number(digits: str) -> float:

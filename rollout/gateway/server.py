@@ -16,13 +16,12 @@ from rlcore.errors import RunFailed
 from rollout.asyncio_utils import within
 from rollout.conversation.conversation import Conversation
 from rollout.gateway.sessions import MODEL, OVER, Session
-from rollout.gateway.wire import Refused, held_values, model_list, read_request, streamed, whole
+from rollout.gateway.wire import JSON, Refused, answer_body, model_list, read_request
 
 BODY_BYTES = 64 << 20  # limit of a request's body
 ATTEMPT_DIGITS = 4  # limit of digits in a client's attempt number
 SCHEME = "Bearer "
 NO_RETRY = {"x-should-retry": "false"}  # a repeated request would fail again
-JSON = "application/json"
 
 
 @dataclass(frozen=True)
@@ -65,14 +64,7 @@ class Gateway:
         port = await within(
             GATEWAY_STARTS_S, asyncio.shield(self._port), lambda: "the gateway does not start"
         )
-        sampling = conversation.sampling
-        session = Session(
-            conversation,
-            self._prefix + secrets.token_hex(16),
-            held_values(sampling),
-            sampling.stop,
-            asyncio.get_running_loop().create_future(),
-        )
+        session = Session(conversation, self._prefix + secrets.token_hex(16))
         self._sessions[session.key] = session
         return session, Endpoint(f"http://127.0.0.1:{port}/v1", session.key, MODEL)
 
@@ -92,7 +84,6 @@ class Gateway:
             return
         port.set_result(runner.addresses[0][1])
         try:
-            # wait until the task is cancelled
             await asyncio.get_running_loop().create_future()
         finally:
             await runner.cleanup()
@@ -118,9 +109,7 @@ class Gateway:
                 raise Refused(refused.status, str(refused)) from refused
             asked = read_request(body, model=MODEL, held=session.held)
             answer = await session.answer(body, asked, _attempt(request.headers))
-            if asked.stream:
-                return streamed(answer, asked, self._decode), "text/event-stream"
-            return whole(answer, asked, self._decode), JSON
+            return answer_body(answer, asked, self._decode)
         if path in ("/v1/models", f"/v1/models/{MODEL}"):
             _check_method(request, "GET")
             ids = [MODEL] if path == "/v1/models" else []

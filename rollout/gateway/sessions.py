@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -17,7 +17,7 @@ from rollout.conversation.conversation import Conversation
 from rollout.conversation.parsing import as_json
 from rollout.conversation.reply import Reply
 from rollout.gateway.matching import Matcher, answered
-from rollout.gateway.wire import Answer, ChatRequest, Refused
+from rollout.gateway.wire import Answer, ChatRequest, Refused, held_values
 
 MODEL = "policy"  # name of the model in every run
 OVER = "the rollout that this key belongs to is over"
@@ -46,9 +46,6 @@ class Session:
 
     conversation: Conversation
     key: str
-    held: Mapping[str, Any]  # see `wire.held_values`
-    stops: tuple[str, ...]  # stop strings of the run
-    failed: asyncio.Future[None]
     model_calls: int = 0
     repeated_calls: int = 0
     closed: bool = False
@@ -56,6 +53,8 @@ class Session:
     _numbers: Iterator[int] = field(default_factory=count)  # numbers of tool calls
 
     def __post_init__(self) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.held = held_values(self.conversation.sampling)
         self._matcher = Matcher(self.conversation)
 
     @property
@@ -138,7 +137,11 @@ class Session:
                 # the request exceeds a limit of the engines, for example of stop strings
                 raise Refused(400, str(error)) from error
             # the rollout raises the same error
-            raise self._failed_by(error) from error
+            if not self.failed.done():
+                self.failed.set_exception(error)
+                # retrieve the exception, in case the rollout is given up
+                self.failed.exception()
+            raise Refused(500, f"the rollout has failed: {error}") from error
         if reply.finish_reason == "abort":
             if not self.failed.done():
                 self.failed.set_result(None)
@@ -165,14 +168,6 @@ class Session:
             completion=completion,
         )
 
-    def _failed_by(self, error: Exception) -> Refused:
-        """End the rollout with this error, and return the response for its program."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
-            # retrieve the exception, in case the rollout is given up
-            self.failed.exception()
-        return Refused(500, f"the rollout has failed: {error}")
-
     def _message(self, reply: Reply, request: ChatRequest) -> Message:
         """The turn as the program sees it.
 
@@ -184,7 +179,7 @@ class Session:
         plain = not runnable or len(calls) < len(reply.calls)
         text = reply.raw if plain else reply.text
         # keep the text before the first stop string, as OpenAI does
-        for stop in (*self.stops, *request.stop):
+        for stop in (*self.conversation.sampling.stop, *request.stop):
             text = text.partition(stop)[0]
         message: Message = {"role": "assistant", "content": text, "refusal": None}
         if reply.reasoning and not plain:
@@ -211,7 +206,7 @@ def _first_of(same: list[Call], attempt: int) -> Call | None:
     still connected, the second request is a new call.
     """
     if attempt:
-        # an answered client does not ask again, so the last answered call is meant
+        # an answered client does not ask again
         earlier = [call for call in reversed(same) if call.attempt < attempt]
         return min(earlier, key=lambda call: (call.delivered, call.waiting), default=None)
     return next((call for call in same if not call.delivered and not call.waiting), None)

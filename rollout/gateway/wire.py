@@ -45,6 +45,8 @@ EXPECTED = {
     "return_token_ids": "true or false",
 }
 Text = Annotated[str, Field(min_length=1)]
+JSON = "application/json"
+EVENTS = "text/event-stream"
 
 
 class Refused(Exception):
@@ -141,11 +143,7 @@ def held_values(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatRequest:
-    """Read the body of a request.
-
-    Args:
-        model: name of the only model.
-        held: see `held_values`.
+    """Read the body of a request for the only `model`; for `held` see `held_values`.
 
     Raises:
         Refused: the body is malformed or asks for what the run does not do; names the key.
@@ -202,39 +200,42 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else text[:100] + " ..."
 
 
-def whole(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
-    """The body of a `chat.completion`."""
-    choice = {
-        "index": 0,
-        "message": answer.message,
-        "finish_reason": answer.finish_reason,
-        "logprobs": _logprobs(answer, token_text) if request.logprobs else None,
+def answer_body(
+    answer: Answer, request: ChatRequest, token_text: Callable[[int], str]
+) -> tuple[bytes, str]:
+    """The body of a `chat.completion` and its content type.
+
+    A stream gets all events at once: the turn is parsed when it is complete.
+    """
+    tokens = answer.prompt[:0] if answer.completion is None else answer.completion.tokens
+    head = {"id": answer.id, "created": answer.created, "model": answer.model}
+    logprobs = _logprobs(answer, token_text) if request.logprobs else None
+    choice: dict[str, Any] = {"index": 0, "logprobs": logprobs}
+    prompt_ids = {}
+    if request.return_token_ids:
+        prompt_ids["prompt_token_ids"] = answer.prompt
+        choice["token_ids"] = tokens
+    usage = {
+        "prompt_tokens": len(answer.prompt),
+        "completion_tokens": len(tokens),
+        "total_tokens": len(answer.prompt) + len(tokens),
     }
-    body = _head(answer, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
-    _add_token_ids(answer, request, body, choice)
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def streamed(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
-    """All events of a stream at once: the turn is parsed when it is complete."""
+    if not request.stream:
+        choice |= {"message": answer.message, "finish_reason": answer.finish_reason}
+        body = head | {"object": "chat.completion", "choices": [choice], "usage": usage}
+        return orjson.dumps(body | prompt_ids, option=orjson.OPT_SERIALIZE_NUMPY), JSON
     delta = dict(answer.message)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    first = {
-        "index": 0,
-        "delta": delta,
-        "finish_reason": None,
-        "logprobs": _logprobs(answer, token_text) if request.logprobs else None,
-    }
+    choice |= {"delta": delta, "finish_reason": None}
     last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
-    head = _head(answer, "chat.completion.chunk")
-    chunks = [head | {"choices": [first]}, head | {"choices": [last]}]
-    _add_token_ids(answer, request, chunks[0], first)
+    head |= {"object": "chat.completion.chunk"}
+    chunks = [head | {"choices": [choice]} | prompt_ids, head | {"choices": [last]}]
     if request.stream_options.get("include_usage"):
         chunks = [chunk | {"usage": None} for chunk in chunks]
-        chunks.append(head | {"choices": [], "usage": _usage(answer)})
+        chunks.append(head | {"choices": [], "usage": usage})
     events = [orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY) for chunk in chunks]
-    return b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]"))
+    return b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]")), EVENTS
 
 
 def model_list(model: str, created: int, ids: Sequence[str]) -> bytes:
@@ -244,21 +245,6 @@ def model_list(model: str, created: int, ids: Sequence[str]) -> bytes:
         for name in ids or [model]
     ]
     return orjson.dumps({"object": "list", "data": cards} if ids else cards[0])
-
-
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
-    return {
-        "id": answer.id,
-        "object": kind,
-        "created": answer.created,
-        "model": answer.model,
-    }
-
-
-def _usage(answer: Answer) -> dict[str, int]:
-    prompt = len(answer.prompt)
-    made = 0 if answer.completion is None else len(answer.completion.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
 def _logprobs(answer: Answer, token_text: Callable[[int], str]) -> dict[str, Any]:
@@ -271,12 +257,3 @@ def _logprobs(answer: Answer, token_text: Callable[[int], str]) -> dict[str, Any
             entry = {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
             content.append(entry | {"top_logprobs": []})
     return {"content": content, "refusal": None}
-
-
-def _add_token_ids(
-    answer: Answer, request: ChatRequest, body: dict[str, Any], choice: dict[str, Any]
-) -> None:
-    if request.return_token_ids:
-        body["prompt_token_ids"] = answer.prompt
-        made = None if answer.completion is None else answer.completion.tokens
-        choice["token_ids"] = [] if made is None else made
