@@ -117,13 +117,7 @@ class Conversation:
     """One branch of a rollout; the first branch begins with the prompt of a row.
 
     Calls of one branch alternate: `generate`, then `append` or `fork`, then `generate`. Branches
-    may run concurrently.
-
-    Args:
-        prompt: a text prompt can be continued by tokens only.
-        draw, index: address of the rollout; with the turn's number it fixes every random number.
-        generate: returns the whole completions of a request.
-        tools: JSON schemas in addition to those of the prompt.
+    may run concurrently. `WorkflowContext.conversation` makes the first one.
     """
 
     def __init__(
@@ -140,9 +134,8 @@ class Conversation:
         if tools and prompt.messages is None:
             raise _no_chat("tools")
         self._messages = [dict(message) for message in prompt.messages or ()]
-        # last node of this branch
+        # last node of this branch, and the tokens of its whole path
         self._node: Node | None = None
-        # tokens of the whole path
         self._tokens = prompt.tokens
         # the last request and its answer
         self._sent = prompt.tokens[:0]
@@ -209,6 +202,11 @@ class Conversation:
                 "conversation: the model has just answered; append messages before it continues"
             )
         self._begin()
+        if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():
+            raise RunFailed(
+                "conversation: the next request does not begin with the tokens that the model was"
+                " sent and wrote; this is a bug in rlcore"
+            )
         left, limit = self._budget()
         sampling = shared.context.sampling
         asked = sampling.max_new_tokens
@@ -226,7 +224,6 @@ class Conversation:
             turn=shared.tree.take_turn(),
             seed=shared.context.seed,
         )
-        self._check_append_only()
         parent = self._node
         assert parent is not None
         began = time.perf_counter()
@@ -271,7 +268,7 @@ class Conversation:
                 "conversation: append all messages between two turns in one call, as a template"
                 " renders neighbours together"
             )
-        if self._changes_the_past(new):
+        if self._changes_the_past("tool" if all(m["role"] == "tool" for m in new) else "user"):
             self._render_again()
             return
         tokens = self._shared.context.template.suffix(
@@ -351,7 +348,12 @@ class Conversation:
             measured={**shared.measured, **counts},
         )
         if not found:
-            raise RolloutFailed("result", self._why_empty())
+            turns = sum(node.turn is not None for node in shared.tree.nodes)
+            why = f"all {turns} were discarded" if turns else "the model was never asked"
+            if not turns and shared.tree.nodes and not self.tokens_left:
+                room = shared.context.max_total_tokens
+                why = f"{len(self._tokens)} tokens of messages and tools leave no room in {room}"
+            raise RolloutFailed("result", f"there is no turn of the model to train on: {why}")
         for sample in found if shared.aborted else ():
             sample.finish_reason = "abort"
         return found
@@ -371,18 +373,6 @@ class Conversation:
         if self._node is None or self._node.turn is None:
             raise RunFailed(f"conversation: there is no turn to {act}; call it after generate()")
         return self._node
-
-    def _why_empty(self) -> str:
-        tree = self._shared.tree
-        turns = [node for node in tree.nodes if node.turn is not None]
-        if turns:
-            why = f"all {len(turns)} were discarded"
-        elif tree.nodes and not self._budget()[0]:
-            room = self._shared.context.max_total_tokens
-            why = f"{len(self._tokens)} tokens of messages and tools leave no room in {room}"
-        else:
-            why = "the model was never asked"
-        return f"there is no turn of the model to train on: {why}"
 
     def _begin(self) -> None:
         """Create the root of this branch, if it has none.
@@ -408,11 +398,10 @@ class Conversation:
         self._stale = True
         self._sent = self._sent[:0]
 
-    def _changes_the_past(self, new: Sequence[Message]) -> bool:
-        """Whether the messages require a branch. Raises ConfigError if `history` is not set."""
+    def _changes_the_past(self, kind: Kind) -> bool:
+        """Whether such messages require a branch. Raises ConfigError if `history` is not set."""
         context = self._shared.context
         history = context.settings.history
-        kind: Kind = "tool" if all(m["role"] == "tool" for m in new) else "user"
         if history == "keep" or context.template.keeps_the_past(kind, self.tools):
             return False
         if history == "branch":
@@ -443,15 +432,6 @@ class Conversation:
         text = context.decode(tokens[:-1] if ended else tokens)
         head = context.decode(self._tokens[-64:]) if context.parse.reads_sent else ""
         return context.parse(head, text, self.tools)
-
-    def _check_append_only(self) -> None:
-        """Check that the prompt consists of the last request, its answer and a suffix."""
-        # compare bytes: numpy takes four times as long for a few hundred tokens
-        if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():
-            raise RunFailed(
-                "conversation: the next request does not begin with the tokens that the model was"
-                " sent and wrote; this is a bug in rlcore"
-            )
 
 
 def _no_chat(what: str) -> ConfigError:

@@ -47,15 +47,15 @@ class ReplyParser:
             raise ConfigError(f"{KEY}: {name!r} is unknown (known: {known})")
         own = getattr(tokenizer, "response_template", None) if name == "auto" else None
         self._own = TemplateReader(own) if own else None
-        self.format = name if name != "auto" else format_of(tokenizer)
+        # reading a turn by such a template needs the end of the text that the model was sent
+        self.reads_sent = self._own is not None
+        template = str(tokenizer.chat_template or "")
+        # the first format whose marks the chat template shows
+        shown = (of for of, form in FORMATS.items() if all(m in template for m in form.marks))
+        self.format = name if name != "auto" else next(shown, DEFAULT)
         self._reader = TurnReader(FORMATS[self.format])
         _, opening, rest = head.partition(THINK[0])
         self._head = opening + rest
-
-    @property
-    def reads_sent(self) -> bool:
-        """Whether reading a turn needs the end of the text that the model was sent."""
-        return self._own is not None
 
     def __call__(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> Reply:
         """Read a turn.
@@ -95,13 +95,6 @@ def _reply(text: str, turn: Turn, tools: Sequence[dict[str, Any]]) -> Reply:
             for call in readable
         ]
     return Reply(content, reasoning, calls, "stop", 0, raw=text, message=message)
-
-
-def format_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The name of the format that the chat template shows."""
-    template = str(tokenizer.chat_template or "")
-    found = (name for name, form in FORMATS.items() if all(m in template for m in form.marks))
-    return next(found, DEFAULT)
 
 
 def as_json(value: Any) -> str:

@@ -1,9 +1,4 @@
-"""Splits a turn into plain text, thoughts, and calls of which every character is understood.
-
-The format is one of ours, or the response template that a tokenizer brings. For a response
-template, transformers finds the calls and interprets their fields, but its content parsers skip
-unknown text; a call with such text counts as unreadable here.
-"""
+"""Splits a turn into plain text, thoughts, and calls of which every character is understood."""
 
 from __future__ import annotations
 
@@ -151,10 +146,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 class TemplateReader:
-    """Reads turns by a response template of transformers.
+    """Reads turns by a response template of transformers, as stored in a tokenizer.
 
-    Args:
-        given: the template, as stored in the tokenizer.
+    Transformers finds the calls and interprets their fields, but its content parsers skip unknown
+    text; a call with such text counts as unreadable here.
     """
 
     def __init__(self, given: Any) -> None:
@@ -166,9 +161,19 @@ class TemplateReader:
         self._calls = fields.pop(CALLS, None)
         self._without_calls = replace(template, fields=fields)
         self._template = template
-        if self._calls is not None:
-            raw = {**fields, CALLS: _unparsed(self._calls)}
-            self._template = replace(template, fields=raw)
+        if (calls := self._calls) is not None:
+            # keep the captures of a call and its content, as text
+            names = calls.open_re.groupindex
+            unparsed = replace(
+                calls,
+                content="text",
+                content_args={"strip": False},
+                repeats=True,
+                join=None,
+                transform={**{name: f"{{{name}}}" for name in names}, BODY: "{content}"},
+                transform_each=False,
+            )
+            self._template = replace(template, fields={**fields, CALLS: unparsed})
 
     def __call__(self, sent: str, text: str, *, calls: bool) -> Turn:
         """Read a turn; `sent` is the end of the text sent to the model, which may begin a field."""
@@ -211,19 +216,6 @@ class TemplateReader:
             for call in (found if isinstance(found, list) else [found])
             for one in [call.get("function", call) if isinstance(call, Mapping) else call]
         ]
-
-
-def _unparsed(field: ResponseTemplateField) -> ResponseTemplateField:
-    """A field for calls that keeps its captures and its content as text."""
-    return replace(
-        field,
-        content="text",
-        content_args={"strip": False},
-        repeats=True,
-        join=None,
-        transform={**{name: f"{{{name}}}" for name in field.open_re.groupindex}, BODY: "{content}"},
-        transform_each=False,
-    )
 
 
 def _is_open(body: str, text: str, field: ResponseTemplateField) -> bool:

@@ -71,7 +71,6 @@ def samples_of(
     A turn is trainable in the first sample that contains it, and context in the others.
 
     Args:
-        draw, index: address of the rollout; its samples share `rollout_id`.
         outcome: the workflow's own rewards of the rollout, by name.
         finish_reasons: by leaf, if they differ from those of the completions.
         measured: measurements by name; the first sample holds them, with the counts of tokens.

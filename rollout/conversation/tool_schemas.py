@@ -131,7 +131,7 @@ def _validator(tool: Mapping[str, Any]) -> Validator:
     name = str(function.get("name"))
     schema = orjson.dumps(function.get("parameters") or {})
     kept = len(name) + len(schema) <= MAX_KEPT_BYTES
-    return _kept_validator(name, schema) if kept else _new_validator(name, schema)
+    return (_kept_validator if kept else _new_validator)(name, schema)
 
 
 def _new_validator(name: str, schema_json: bytes) -> Validator:
@@ -181,7 +181,6 @@ def _standard(schema: Any) -> Any:
         # a boolean `required` inside properties comes from draft 3
         del found["required"]
     if found.get("nullable") is True:
-        null = {"type": "null"}
-        found.pop("nullable")
-        found = {"anyOf": [found, null]}
+        del found["nullable"]
+        found = {"anyOf": [found, {"type": "null"}]}
     return found

@@ -24,10 +24,10 @@ from rlcore.data.generation import Generate
 from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.deadlines import CANCEL_S, END_COMMAND_S, REAP_S
+from rlcore.deadlines import END_COMMAND_S, REAP_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rlcore.import_paths import place_of
-from rollout.asyncio_utils import in_own_thread
+from rollout.asyncio_utils import cancel, in_own_thread
 from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
 from rollout.plugins import failure_of, load_object
@@ -42,13 +42,7 @@ OUTCOME_BYTES = 1 << 16  # end of its output that is read for the last line
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a program.
-
-    Attributes:
-        row: columns of the row, and its `label`.
-        messages: messages of the row, as the run renders them.
-        tools: JSON schemas of the row.
-    """
+    """The task of a program: the columns of its row with its `label`, its messages and tools."""
 
     row: dict[str, Any]
     messages: list[Message]
@@ -120,6 +114,8 @@ class AgentWorkflow:
     async def _run_until_lost(self, session: Session, task: Task, endpoint: Endpoint) -> Outcome:
         """The program's outcome. The program is ended as soon as the session fails."""
         program = asyncio.ensure_future(self._guarded(task, endpoint))
+        # retrieve its exception, which may be a consequence of the session's failure
+        program.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             awaited: set[asyncio.Future[Any]] = {program, session.failed}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -132,11 +128,7 @@ class AgentWorkflow:
             return program.result()
         finally:
             if not program.done():
-                program.cancel()
-                await asyncio.wait({program}, timeout=CANCEL_S)
-            if program.done() and not program.cancelled():
-                # retrieve the exception, which may be a consequence of the session's failure
-                program.exception()
+                await cancel(program)
 
     async def _guarded(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Run the program.
@@ -174,9 +166,9 @@ def load_program(
             f"{ENVIRONMENT}: got {environment!r}, expected a list of names of variables"
         )
     if command is not None:
-        checked = _checked_command(command, options)
+        _check_command(command, options)
         given = allowed_environment(environment, key=ENVIRONMENT)
-        return f"command {checked[0]!r}", partial(run_command, checked, environment=given)
+        return f"command {command[0]!r}", partial(run_command, command, environment=given)
     if environment:
         raise ConfigError(
             f"{ENVIRONMENT}: a function runs in our process and has its variables: leave it out, or"
@@ -205,7 +197,7 @@ async def _call(
     return await in_own_thread(function, task, endpoint, **own)
 
 
-def _checked_command(command: Any, options: Mapping[str, Any]) -> list[str]:
+def _check_command(command: Any, options: Mapping[str, Any]) -> None:
     if (
         not isinstance(command, list | tuple)
         or not command
@@ -220,7 +212,6 @@ def _checked_command(command: Any, options: Mapping[str, Any]) -> list[str]:
             f"{KEY}.options: a command takes none; give it arguments: command: [python, agent.py,"
             " --fast]"
         )
-    return [*command]
 
 
 async def run_command(
@@ -231,12 +222,9 @@ async def run_command(
 ) -> Any:
     """Run a program; the outcome is the JSON value on the last line of its standard output.
 
-    It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and {"row": ..., "messages": ...,
-    "tools": ...} as JSON on its standard input. When it ends, or this call is cancelled, all its
-    descendants are killed (on Linux; elsewhere its process group).
-
-    Args:
-        environment: its other variables.
+    It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL besides the `environment`, and the task
+    as JSON on its standard input. When it ends, or this call is cancelled, all its descendants are
+    killed (on Linux; elsewhere its process group).
 
     Raises:
         RolloutFailed: it cannot be started, its exit code is not 0 (with the end of its output),
@@ -256,7 +244,17 @@ async def run_command(
             stdin=given,
             stdout=out,
             stderr=err,
-            env=_with_endpoint(environment, endpoint),
+            env={
+                **environment,
+                # bypass proxies for the endpoint
+                **{
+                    name: ",".join(filter(None, [environment.get(name), "127.0.0.1"]))
+                    for name in ("NO_PROXY", "no_proxy")
+                },
+                "OPENAI_BASE_URL": endpoint.base_url,
+                "OPENAI_API_KEY": endpoint.api_key,
+                "OPENAI_MODEL": endpoint.model,
+            },
             # so that its whole process group can be killed
             start_new_session=True,
         )
@@ -267,9 +265,12 @@ async def run_command(
         printed = _end_of(out, OUTCOME_BYTES)
         if code != 0:
             words = (_end_of(err, SHOWN_BYTES) or printed[-SHOWN_BYTES:]).strip()
+            ending = f"exit code {code}"
+            # 128 plus the number of a signal means that the signal ended the program
+            with suppress(ValueError):
+                ending = f"killed by {signal.Signals(code - 128).name}"
             raise RolloutFailed(
-                "error",
-                f"command {command[0]!r}: {_ending(code)}; the end of its output:\n{words}",
+                "error", f"command {command[0]!r}: {ending}; the end of its output:\n{words}"
             )
     lines = printed.strip().splitlines()
     try:
@@ -280,28 +281,6 @@ async def run_command(
             f"command {command[0]!r}: the last line of its output must be its outcome as JSON (a"
             f" number, numbers by name, or null), got {lines[-1][:200]!r}",
         ) from error
-
-
-def _ending(code: int) -> str:
-    """Describe an exit code; 128 plus a signal's number means that the signal ended the program."""
-    with suppress(ValueError):
-        return f"killed by {signal.Signals(code - 128).name}"
-    return f"exit code {code}"
-
-
-def _with_endpoint(given: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """Add the endpoint's variables, and bypass proxies for it."""
-    host = "127.0.0.1"
-    direct = {
-        name: ",".join(filter(None, [given.get(name), host])) for name in ("NO_PROXY", "no_proxy")
-    }
-    return {
-        **given,
-        **direct,
-        "OPENAI_BASE_URL": endpoint.base_url,
-        "OPENAI_API_KEY": endpoint.api_key,
-        "OPENAI_MODEL": endpoint.model,
-    }
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -85,38 +85,30 @@ class EnvironmentWorkflow:
         async with self._mcp.connected() as remote:
             if both := sorted(remote.keys() & self._tools):
                 raise ConfigError(f"{KEY}: {remote[both[0]]} has a tool {both[0]!r} too")
-            return await self._play(prompt, draw, index, generate, remote)
-
-    async def _play(
-        self,
-        prompt: Prompt,
-        draw: int,
-        index: int,
-        generate: Generate,
-        remote: Mapping[str, McpSession],
-    ) -> list[Sample]:
-        # a copy, since the environment may change the options, which other rollouts share
-        environment = self._class(**deepcopy(self._options))
-        try:
             tools = [*self._tools.values(), *(remote[name].schemas[name] for name in remote)]
-            conversation = self._context.conversation(prompt, draw, index, generate, tools=tools)
-            if hasattr(environment, "reset"):
-                row = deepcopy({"label": prompt.label} | prompt.row)
-                given = await self._call(environment.reset, row)
-                await conversation.append(given or ())
-            await self._converse(environment, conversation, remote)
-            outcome = None
-            if hasattr(environment, "reward"):
-                found = await self._call(environment.reward, conversation)
-                outcome = checked_outcome(found, "reward()", place_of(environment.reward))
-            return conversation.samples(outcome)
-        finally:
-            if hasattr(environment, "close"):
-                closing = asyncio.ensure_future(self._close(environment))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-                # shielded from the cancellation of a rollout that is given up
-                await asyncio.shield(closing)
+            # a copy, since the environment may change the options, which other rollouts share
+            environment = self._class(**deepcopy(self._options))
+            try:
+                conversation = self._context.conversation(
+                    prompt, draw, index, generate, tools=tools
+                )
+                if hasattr(environment, "reset"):
+                    row = deepcopy({"label": prompt.label} | prompt.row)
+                    given = await self._call(environment.reset, row)
+                    await conversation.append(given or ())
+                await self._converse(environment, conversation, remote)
+                outcome = None
+                if hasattr(environment, "reward"):
+                    found = await self._call(environment.reward, conversation)
+                    outcome = checked_outcome(found, "reward()", place_of(environment.reward))
+                return conversation.samples(outcome)
+            finally:
+                if hasattr(environment, "close"):
+                    closing = asyncio.ensure_future(self._close(environment))
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                    # shielded from the cancellation of a rollout that is given up
+                    await asyncio.shield(closing)
 
     async def _close(self, environment: Any) -> None:
         """Close an environment; its failure does not affect the rollout."""
@@ -205,16 +197,14 @@ class EnvironmentWorkflow:
         Raises:
             RolloutFailed: it took too long, or called `sys.exit`.
         """
-        work = _run(method, *given, **named)
-        name = f"{self._class.__name__}.{method.__name__}"
-
-        def late() -> str:
-            limit = f"{self._tool_timeout_s:g} s (rollout.workflow.tool_timeout_s)"
-            return f"{name} took more than {limit}"
-
+        limit_s = self._tool_timeout_s
+        late = (
+            f"{self._class.__name__}.{method.__name__} took more than {limit_s:g} s"
+            " (rollout.workflow.tool_timeout_s)"
+        )
         try:
             with self._tracks.span(method.__name__, **of_group()):
-                return await within(self._tool_timeout_s, work, late)
+                return await within(limit_s, _run(method, *given, **named), lambda: late)
         except DeadlineExceeded as error:
             raise RolloutFailed("timeout", str(error), place_of(method)) from error
 

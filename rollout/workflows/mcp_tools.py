@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -78,10 +78,7 @@ class McpFailed(RolloutFailed):
 
 
 class McpTools:
-    """The servers of a workflow.
-
-    Args:
-        given: entries of `rollout.workflow.mcp`.
+    """The servers of a workflow, given as entries of `rollout.workflow.mcp`.
 
     Raises:
         ConfigError: an entry is invalid, or the package is missing.
@@ -114,10 +111,11 @@ class McpTools:
         sessions: list[McpSession] = []
         try:
             for number, server in enumerate(self._servers):
-                if server.shared:
-                    sessions.append(await self._shared_session(number, server))
-                else:
-                    sessions.append(McpSession(server))
+                sessions.append(
+                    await self._shared_session(number, server)
+                    if server.shared
+                    else McpSession(server)
+                )
                 sessions[-1].users += 1
             await gather_or_cancel(*(s.start() for s in sessions if not s.shared))
             found: dict[str, McpSession] = {}
@@ -164,12 +162,12 @@ class McpSession:
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self.shared = server.shared
+        # number of rollouts that use the session now
         self.users = 0
-        """Number of rollouts that use the session now."""
+        # a call was not answered: new rollouts get another session
         self.broken = False
-        """A call was not answered: new rollouts get another session."""
+        # the tools as JSON schemas for a chat template, by name
         self.schemas: dict[str, dict[str, Any]] = {}
-        """The tools as JSON schemas for a chat template, by name."""
 
     def __str__(self) -> str:
         return f"the MCP server {str(self._server)!r}"
@@ -203,33 +201,28 @@ class McpSession:
             ToolError: the tool reports an error, or refuses the arguments.
             McpFailed: no answer came; the session is broken then.
         """
+        call = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         try:
-            result = await self._result(name, arguments, timeout_s)
-        except McpFailed:
+            await self._or_the_end(call, timeout_s)
+            if not call.done():
+                self.broken = True
+                why = self._why() if self.ended else f"{timeout_s:g} s (tool_timeout_s) have passed"
+                raise McpFailed(f"{self} did not answer a call of {name!r}: {why}")
+        finally:
+            call.cancel()
+        try:
+            result = call.result()
+        except Exception as error:
+            if getattr(error, "code", None) == INVALID_PARAMS:
+                raise ToolError(f"{name}: {error}") from error
             self.broken = True
-            raise
+            raise McpFailed(f"{self} gave no answer to a call of {name!r}: {error}") from error
         text = _text(result)
         if len(text) > MAX_RESULT:
             raise ToolError(f"the result of {name} has {len(text):,} characters: too many to read")
         if result.is_error:
             raise ToolError(text or f"{name} failed")
         return text
-
-    async def _result(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        call = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
-        try:
-            await self._or_the_end(call, timeout_s)
-            if not call.done():
-                why = self._why() if self.ended else f"{timeout_s:g} s (tool_timeout_s) have passed"
-                raise McpFailed(f"{self} did not answer a call of {name!r}: {why}")
-        finally:
-            call.cancel()
-        try:
-            return call.result()
-        except Exception as error:
-            if getattr(error, "code", None) == INVALID_PARAMS:
-                raise ToolError(f"{name}: {error}") from error
-            raise McpFailed(f"{self} gave no answer to a call of {name!r}: {error}") from error
 
     async def _or_the_end(self, awaited: asyncio.Future[Any], timeout_s: float) -> None:
         """Wait for `awaited`, the end of the connection, or the timeout."""
@@ -266,9 +259,7 @@ class McpSession:
                 args=[*ISOLATED, process_tree.__file__, *bounded, *server.command],
                 env=allowed_environment(server.environment, key=f"{KEY}.environment"),
             )
-            transport: AbstractAsyncContextManager[Any] = mcp.stdio_client(
-                parameters, errlog=sys.__stderr__ or sys.stderr
-            )
+            transport = mcp.stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
             async with mcp.Client(transport) as client:
                 yield client
             return
@@ -288,19 +279,18 @@ class McpSession:
 
     async def _listed(self, client: Any) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        cursor = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            for tool in page.tools:
-                function = {
-                    "name": tool.name,
-                    "description": tool.description or tool.title or "",
-                    "parameters": tool.input_schema,
-                }
-                found[tool.name] = {"type": "function", "function": function}
-            cursor = page.next_cursor
-            if cursor is None:
-                break
+        page = await client.list_tools()
+        listed = [*page.tools]
+        while page.next_cursor is not None:
+            page = await client.list_tools(cursor=page.next_cursor)
+            listed += page.tools
+        for tool in listed:
+            function = {
+                "name": tool.name,
+                "description": tool.description or tool.title or "",
+                "parameters": tool.input_schema,
+            }
+            found[tool.name] = {"type": "function", "function": function}
         wanted = found if self._server.tools is None else self._server.tools
         if missing := [name for name in wanted if name not in found]:
             raise McpFailed(f"it has no tool {missing[0]!r}; it has {', '.join(found) or 'none'}")
@@ -337,6 +327,8 @@ async def _bound_answer(response: Any) -> None:
     given = response.stream
 
     class Bounded(httpx2.AsyncByteStream):
+        aclose = given.aclose
+
         async def __aiter__(self) -> AsyncIterator[bytes]:
             size = 0
             async for chunk in given:
@@ -344,9 +336,6 @@ async def _bound_answer(response: Any) -> None:
                 if size > MAX_MESSAGE:
                     raise httpx2.ReadError(f"the answer has more than {MAX_MESSAGE:,} bytes")
                 yield chunk
-
-        async def aclose(self) -> None:
-            await given.aclose()
 
     response.stream = Bounded()
 

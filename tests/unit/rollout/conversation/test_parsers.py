@@ -10,7 +10,7 @@ import pytest
 from rlcore.config.sections.rollout import ToolParser
 from rlcore.errors import ConfigError
 from rollout.conversation.formats import FORMATS
-from rollout.conversation.parsing import ReplyParser, format_of
+from rollout.conversation.parsing import ReplyParser
 
 from .kit import make_tokenizer
 from .test_public_templates import KNOWN, template_text
@@ -375,4 +375,4 @@ def test_every_format_can_be_named_and_no_other() -> None:
     assert {*get_args(ToolParser)} == {"auto", *FORMATS}
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser: 'hermse' is unknown .*mistral"):
         ReplyParser(make_tokenizer(), "hermse")
-    assert format_of(make_tokenizer("{{ messages }}")) == "hermes"
+    assert ReplyParser(make_tokenizer("{{ messages }}")).format == "hermes"
