@@ -74,7 +74,13 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     found.draws = len(ledger)
     found.states = ledger.balance()
     found.steps = ledger.last_step
-    found.given_up, found.failed = _lost(history)
+    for _, entry in history.entries():
+        for key, transition, counts in (
+            ("because", "requeued", found.given_up),
+            ("kind", "failed", found.failed),
+        ):
+            if key in entry:
+                counts[entry[key]] = counts.get(entry[key], 0) + len(entry[transition])
     found.restarts = len(history.starts[1:])
     found.rewound = history.rewound_transitions
     found.contradictions += [*check_steps(history), *check_rows(history)]
@@ -89,18 +95,6 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     except DataError as error:
         found.contradictions.append(str(error))
     return found
-
-
-def _lost(history: History) -> tuple[dict[str, int], dict[str, int]]:
-    """Count requeued draws by reason, and failed ones by kind."""
-    reasons: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    for _, entry in history.entries():
-        if "because" in entry:
-            reasons[entry["because"]] += len(entry["requeued"])
-        if "failed" in entry:
-            kinds[entry["kind"]] += len(entry["failed"])
-    return dict(reasons), dict(kinds)
 
 
 # --- ledger and checkpoint ------------------------------------------------------------------------
