@@ -136,11 +136,6 @@ class HeldOutSet:
             )
         return standing
 
-    def describe_wait(self) -> str:
-        """Name what its prompts wait for."""
-        name = f"set {self.given.name}: " if self.given.name else ""
-        return name + self.runner.describe_wait()
-
 
 class Evaluator:
     """All sets of held-out prompts. Sets that are due together run together.
@@ -221,7 +216,11 @@ class Evaluator:
 
     def describe_wait(self) -> str:
         """Name what the prompts wait for, for error messages."""
-        return "; ".join(one.describe_wait() for one in self.sets if one.is_running)
+        return "; ".join(
+            (f"set {one.given.name}: " if one.given.name else "") + one.runner.describe_wait()
+            for one in self.sets
+            if one.is_running
+        )
 
 
 def means(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from rollout.gateway.wire import JSON, Refused, answer_body, model_list, read_re
 BODY_BYTES = 64 << 20  # limit of a request's body
 ATTEMPT_DIGITS = 4  # limit of digits in a client's attempt number
 SCHEME = "Bearer "
+METHODS = {"/v1/chat/completions": "POST", "/v1/models": "GET", f"/v1/models/{MODEL}": "GET"}
 NO_RETRY = {"x-should-retry": "false"}  # a repeated request would fail again
 
 
@@ -101,24 +102,24 @@ class Gateway:
         """The body of the answer and its content type."""
         session = self._session(request.headers)
         path = request.path
-        if path == "/v1/chat/completions":
-            _check_method(request, "POST")
-            try:
-                body = await read_body(request, BODY_BYTES)
-            except BodyRefused as refused:
-                raise Refused(refused.status, str(refused)) from refused
-            asked = read_request(body, model=MODEL, held=session.held)
-            answer = await session.answer(body, asked, _attempt(request.headers))
-            return answer_body(answer, asked, self._decode)
-        if path in ("/v1/models", f"/v1/models/{MODEL}"):
-            _check_method(request, "GET")
+        if path not in METHODS:
+            raise Refused(
+                404,
+                f"there is no {path} here, only /v1/chat/completions and /v1/models",
+                code="unknown_url",
+            )
+        if request.method != METHODS[path]:
+            raise Refused(405, f"{path} takes {METHODS[path]}, got {request.method}")
+        if request.method == "GET":
             ids = [MODEL] if path == "/v1/models" else []
             return model_list(MODEL, self._created, ids), JSON
-        raise Refused(
-            404,
-            f"there is no {path} here, only /v1/chat/completions and /v1/models",
-            code="unknown_url",
-        )
+        try:
+            body = await read_body(request, BODY_BYTES)
+        except BodyRefused as refused:
+            raise Refused(refused.status, str(refused)) from refused
+        asked = read_request(body, model=MODEL, held=session.held)
+        answer = await session.answer(body, asked, _attempt(request.headers))
+        return answer_body(answer, asked, self._decode)
 
     def _session(self, headers: Mapping[str, str]) -> Session:
         key = headers.get("Authorization", "").removeprefix(SCHEME)
@@ -138,8 +139,3 @@ def _attempt(headers: Mapping[str, str]) -> int:
     """The number of earlier attempts that the client reports."""
     said = headers.get("x-stainless-retry-count", "")
     return int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0
-
-
-def _check_method(request: web.BaseRequest, method: str) -> None:
-    if request.method != method:
-        raise Refused(405, f"{request.path} takes {method}, got {request.method}")
