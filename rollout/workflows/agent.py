@@ -168,6 +168,9 @@ def load_program(
     if command is not None:
         _check_command(command, options)
         given = allowed_environment(environment, key=ENVIRONMENT)
+        # bypass proxies for the endpoint
+        for name in ("NO_PROXY", "no_proxy"):
+            given[name] = ",".join(filter(None, [given.get(name), "127.0.0.1"]))
         return f"command {command[0]!r}", partial(run_command, command, environment=given)
     if environment:
         raise ConfigError(
@@ -246,11 +249,6 @@ async def run_command(
             stderr=err,
             env={
                 **environment,
-                # bypass proxies for the endpoint
-                **{
-                    name: ",".join(filter(None, [environment.get(name), "127.0.0.1"]))
-                    for name in ("NO_PROXY", "no_proxy")
-                },
                 "OPENAI_BASE_URL": endpoint.base_url,
                 "OPENAI_API_KEY": endpoint.api_key,
                 "OPENAI_MODEL": endpoint.model,
