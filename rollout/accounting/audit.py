@@ -44,14 +44,9 @@ class Audit:
 
 
 def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
-    """Audit `run`.
+    """Audit `run`, with every recorded sample if `recordings` is set.
 
-    Args:
-        recordings: also read every recorded sample, which takes as long as the recordings are
-            large.
-
-    Raises:
-        UserError: the folder holds no run, or the run has no ledger.
+    Raises UserError if the folder holds no run, or the run has no ledger.
     """
     if not run.config_path.is_file():
         raise UserError(f"{run.path}: no config.yaml in it; expected the folder of a run")
@@ -287,11 +282,7 @@ class Lineage:
     def check(
         self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int | None
     ) -> Iterator[str]:
-        """The tokens of `step` come from ancestors of its weights, within the staleness bound.
-
-        Args:
-            max_staleness: the bound, if known.
-        """
+        """The tokens of `step` come from ancestors of its weights, within the bound, if known."""
         trained = records[0].get("policy_version") if records else None
         if trained not in self._index:
             yield f"step {step} has trained version {trained}, which was never published"

@@ -163,8 +163,7 @@ class History:
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
         """Counting transitions, cuts, and starts with a ledger, with their line numbers.
 
-        Raises:
-            DataError: a line is not a journal entry; names the line.
+        Raises DataError for a line that is not a journal entry.
         """
         for lines in self.lines:
             if lines.rewound_by is None:
@@ -192,8 +191,7 @@ class History:
     def at(self, step: int | None = None) -> Ledger | None:
         """The ledger at the cut of `step`, or at the end; None if there is no such cut.
 
-        Raises:
-            DataError: an entry is invalid or contradicts earlier ones; names its line.
+        Raises DataError for an entry that is invalid or contradicts earlier ones.
         """
         if step is not None and step not in self.cuts:
             return None

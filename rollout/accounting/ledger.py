@@ -71,11 +71,7 @@ class Ledger:
         return (self._codes, self._filters) == (other._codes, other._filters)
 
     def draw(self, draws: Iterable[int], rows: Iterable[int | None] = ()) -> None:
-        """Put draws in flight: new ones in order, or requeued ones.
-
-        Args:
-            rows: the rows of the draws, recorded if a curriculum chose them.
-        """
+        """Put draws in flight, new ones in order or requeued ones, with rows that were chosen."""
         for draw, row in zip_longest(draws, rows):
             if draw == len(self._codes):
                 self._codes.append(IN_FLIGHT)
@@ -84,11 +80,7 @@ class Ledger:
                 self._move("drawn", draw, {REQUEUED}, IN_FLIGHT, row)
 
     def finish(self, draw: int, outcome: str | None = None) -> None:
-        """Mark the group of a draw in flight as finished: generated and scored.
-
-        Args:
-            outcome: number of samples that pass, recorded for a curriculum.
-        """
+        """Mark the group of a draw in flight as finished; a curriculum records its `outcome`."""
         self._move("finished", draw, {IN_FLIGHT}, FINISHED, outcome)
 
     def consume(self, draw: int, step: int) -> None:
@@ -106,19 +98,11 @@ class Ledger:
             self._filters.append(filter_name)
 
     def fail(self, draw: int, kind: str) -> None:
-        """Mark a draw in flight as failed for good.
-
-        Args:
-            kind: kind of failure, see `rlcore.errors.RolloutFailed`.
-        """
+        """Mark a draw in flight as failed for good; `kind`: see `rlcore.errors.RolloutFailed`."""
         self._move("failed", draw, {IN_FLIGHT}, FAILED, kind)
 
     def requeue(self, draw: int, reason: str = "") -> None:
-        """Return a draw that is in flight or finished to the stream.
-
-        Args:
-            reason: the rule ("stale", "rolled_back") if its samples were given up.
-        """
+        """Return a draw to the stream; `reason`: the rule by which its samples were given up."""
         self._move("requeued", draw, {IN_FLIGHT, FINISHED}, REQUEUED, reason or None)
 
     def _move(
@@ -171,11 +155,7 @@ class Ledger:
         return max(int(self._array().max(initial=0)), 0)
 
     def balance(self) -> dict[str, int]:
-        """How many draws are in each kind of state; the counts sum to the draws made.
-
-        Raises:
-            ValueError: a draw is in no known state.
-        """
+        """How many draws are in each kind of state. Raises ValueError for an unknown state."""
         codes, counts = np.unique(self._array(), return_counts=True)
         out = {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 0}
         for code, count in zip(codes.tolist(), counts.tolist()):

@@ -206,11 +206,7 @@ class PromptQueue:
         self.stream.failed(draw)
 
     def give_back(self, draw: int, reason: str = "") -> None:
-        """Requeue a draw in flight or finished, so that it is the next to be drawn again.
-
-        Args:
-            reason: the rule by which its samples were given up, if any.
-        """
+        """Requeue a draw in flight or finished, so that it is the next to be drawn again."""
         self.ledger.requeue(draw, reason)
         self.stream.requeue(draw)
 
@@ -263,13 +259,7 @@ class PromptQueue:
         self._restored = (self.ledger.last_step, self.ledger.snapshot())
 
     def keep_journal(self, path: Path, *, max_staleness: int = 0) -> None:
-        """Write the journal to `path` from now on.
-
-        Existing lines behind the restored state are marked as rewound.
-
-        Args:
-            max_staleness: the bound for the steps to come.
-        """
+        """Write the journal to `path` from now on, where lines after the restored state go void."""
         prompts = (self.stream.size, self.stream.fingerprint)
         self.journal.start(path, *self._restored, prompts=prompts, max_staleness=max_staleness)
 

@@ -60,11 +60,7 @@ CLOCK_S = 0.05  # polling interval of a clock that has nearly run out and stands
 
 
 class PartialRollouts:
-    """Completes aborted responses, and counts them.
-
-    Args:
-        tokenizer: finds stop strings that begin before an abort and end after it.
-    """
+    """Completes aborted responses, also at stop strings that an abort has cut, and counts them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -207,21 +207,14 @@ class DropCounts:
         )
 
     def check_rollouts(self, step: int, groups: int, share: float) -> None:
-        """Raise TooManyFailed if more than `share` of a step's draws failed.
-
-        Args:
-            groups: groups of a step, the base if fewer draws were made so far.
-        """
+        """Raise TooManyFailed if more than `share` of the draws, or of a step's groups, failed."""
         _check_share(self.failures, max(self.draws, groups), share, step, "groups", "rollout")
 
     def check_rewards(self, step: int, samples: int, share: float) -> None:
-        """Raise TooManyFailed if the rewards of more than `share` of a step's samples failed.
+        """Raise TooManyFailed if more than `share` of the rewards, or of a step's samples, failed.
 
         Failures of built-in graders do not count, since they are verdicts, unless all samples of a
         step failed: then the answers cannot be the cause.
-
-        Args:
-            samples: samples of a step, the base if fewer were scored so far.
         """
         rewards = self.rewards
         of = max(rewards.samples, samples)

@@ -33,10 +33,7 @@ def quoted_metrics(groups: Sequence[Sequence[Sample]], given: EvaluationSet) -> 
     """The metrics of a set with k, by their names without the set.
 
     Without verdicts there is only the score's interval. pass@k and maj@k are absent if a prompt has
-    fewer than k judged answers.
-
-    Args:
-        groups: the scored samples of each prompt that has any.
+    fewer than k judged answers. `groups` has the scored samples of each prompt that has any.
     """
     if not given.k or not groups:
         return {}
@@ -216,10 +213,8 @@ def share_interval(values: Sequence[float], *, answers: int) -> Interval | None:
 
     The effective number of trials follows from the spread between prompts: all answers if prompts
     do not differ, the number of prompts if each is all right or all wrong. So the interval is never
-    empty and stays within 0..1, even for 30 prompts that are all right.
-
-    Args:
-        answers: number of answers to all prompts together.
+    empty and stays within 0..1, even for 30 prompts that are all right. `answers` counts those to
+    all prompts together.
     """
     prompts = len(values)
     if prompts < 2:

@@ -74,8 +74,7 @@ class FilterChain:
     def refusal(self, group: Sequence[Sample]) -> str | None:
         """The name of the filter that drops `group`, or None to keep it.
 
-        Raises:
-            RunFailed: a filter raised, or returned something other than a bool.
+        Raises RunFailed if a filter raises, or returns something other than a bool.
         """
         for name, keeps in self._filters.items():
             try:

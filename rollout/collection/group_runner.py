@@ -142,10 +142,7 @@ class GroupRunner:
         self._starting = 0
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
-        """The groups of the draws, in the order of `prompts`, failed ones included.
-
-        Args:
-            prompts: prompts by draw.
+        """The groups of `prompts`, given by draw, in their order, failed ones included.
 
         Raises:
             RunFailed: an engine or the reward failed; names it. All groups are given up then.
@@ -264,10 +261,9 @@ class GroupRunner:
         group.samples = scored
 
     def _checked(self, call: _Call, samples: object, versions: Container[int]) -> list[Sample]:
-        """The validated samples of a workflow. Raises RolloutFailed for any other result.
+        """The validated samples of a workflow, made of tokens of these `versions` alone.
 
-        Args:
-            versions: versions of the tokens that the workflow received.
+        Raises RolloutFailed for any other result.
         """
         if (
             not isinstance(samples, list)
@@ -305,12 +301,9 @@ class GroupRunner:
         return samples
 
     def room(self, samples: int) -> int:
-        """Number of groups that engines would begin at once.
+        """Number of groups, each of `samples`, that engines would begin at once.
 
         If engines batch call by call: as many as one call takes, once no batch is starting.
-
-        Args:
-            samples: samples of a group.
         """
         fleet = self.dispatcher.fleet
         engine = self.dispatcher.config

@@ -64,9 +64,7 @@ class WorkflowContext:
     ) -> Conversation:
         """Begin a conversation with the prompt of a row; a text prompt continues by tokens only.
 
-        Args:
-            draw, index: address of the rollout.
-            tools: tools in addition to those of the row.
+        `tools` are added to those of the row. (draw, index) is the address of the rollout.
         """
         return Conversation(self, prompt, draw, index, generate, tools=tools)
 

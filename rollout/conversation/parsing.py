@@ -58,18 +58,14 @@ class ReplyParser:
         self._head = opening + rest
 
     def __call__(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> Reply:
-        """Read a turn.
+        """Read a turn; the reply has no finish reason and no budget yet.
 
         Args:
             sent: end of the text that the model was sent, for a tokenizer's own response template.
             text: the model's text, including special tokens but not the stop token.
             tools: the callable tools. Without any, everything that looks like a call is text.
 
-        Returns:
-            A reply without finish reason and budget.
-
-        Raises:
-            DataError: a tool has an invalid schema.
+        Raises DataError if a tool has an invalid schema.
         """
         if self._own is not None:
             turn = self._own(sent, text, calls=bool(tools))

@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineList:
-    """A JSON file with a list of URLs, or a folder with one such file (`*.json`) for each command.
-
-    Args:
-        config: with `rollout.engine.urls_file` set.
-    """
+    """A JSON file with a list of URLs, or a folder with one such file for each command."""
 
     def __init__(self, config: Config) -> None:
         assert config.rollout.engine.urls_file is not None

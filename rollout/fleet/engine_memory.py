@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetMemory:
-    """Implements `rlcore.interfaces.EngineMemory`. A failed engine is ended.
-
-    Args:
-        thread: the thread of the fleet's event loop.
-    """
+    """Implements `rlcore.interfaces.EngineMemory`, from the fleet's `thread`."""
 
     def __init__(self, fleet: Fleet, config: EngineConfig, thread: LoopThread) -> None:
         self._fleet = fleet

@@ -87,11 +87,7 @@ class WeightPublication:
         return self._transport.orders()
 
     async def join(self, answers: Mapping[int, Any]) -> None:
-        """Have the engines join the groups of the ranks.
-
-        Args:
-            answers: the results of `BucketSender.open`, by rank.
-        """
+        """Have the engines join the groups of the ranks, by the results of `BucketSender.open`."""
         await self._all_or_again(
             self._chosen.join(answers), "not all engines joined the trainer's ranks"
         )

@@ -52,11 +52,7 @@ class Point:
 
 
 class Matcher:
-    """The history of a rollout, by message.
-
-    Args:
-        conversation: the conversation as the row begins it.
-    """
+    """The history of a rollout, by message, from the conversation as the row begins it."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._base = conversation
@@ -119,11 +115,7 @@ class Matcher:
 
 
 def answered(point: Point, before: State, message: Message) -> None:
-    """Record that a branch has made a turn, which the program knows as `message`.
-
-    Args:
-        before: the branch at the beginning of the turn.
-    """
+    """Record that the branch `before` has made a turn, which the program knows as `message`."""
     ids = (*before.ids, *_places(message))
     point.behind(message).states += (State(before.conversation, _reasoning(message), ids),)
 

@@ -53,11 +53,7 @@ class Gateway:
         self._port: asyncio.Future[int] | None = None
 
     async def open(self, conversation: Conversation) -> tuple[Session, Endpoint]:
-        """Begin the session of a rollout; end it with `close`.
-
-        Raises:
-            RunFailed: the server cannot be started.
-        """
+        """Begin the session of a rollout. Raises RunFailed if the server cannot be started."""
         if self._serving is None or self._serving.done():
             self._port = asyncio.get_running_loop().create_future()
             self._serving = asyncio.ensure_future(self._serve(self._port))

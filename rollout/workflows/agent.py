@@ -131,11 +131,7 @@ class AgentWorkflow:
                 await cancel(program)
 
     async def _guarded(self, task: Task, endpoint: Endpoint) -> Outcome:
-        """Run the program.
-
-        Raises:
-            RolloutFailed: the program raised, including SystemExit, which would end the event loop.
-        """
+        """Run the program. All that it raises, SystemExit too, becomes RolloutFailed."""
         try:
             found = await self._program(task, endpoint)
         except RolloutFailed:

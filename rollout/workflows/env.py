@@ -192,11 +192,7 @@ class EnvironmentWorkflow:
         return text if len(ids) <= limit else str(tokenizer.decode(ids[:limit])) + CUT
 
     async def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call a method under the deadline, in a thread if it is not async.
-
-        Raises:
-            RolloutFailed: it took too long, or called `sys.exit`.
-        """
+        """Call a method under the deadline, in a thread if it is not async."""
         limit_s = self._tool_timeout_s
         late = (
             f"{self._class.__name__}.{method.__name__} took more than {limit_s:g} s"
@@ -222,10 +218,7 @@ async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
 def load_environment(
     env: str | None, options: Mapping[str, Any], *, mcp: bool = False
 ) -> tuple[type, dict[str, dict[str, Any]]]:
-    """The class of an environment, and the schemas of its tools.
-
-    Args:
-        mcp: there are tools of servers as well, so the class is optional.
+    """The class of an environment, optional if there are servers (`mcp`), and its tools' schemas.
 
     Raises:
         ConfigError: the class is missing, does not take the options, or is contradictory.
