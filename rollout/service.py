@@ -105,12 +105,7 @@ class RolloutService:
         check_labels(config, prompts)
         self.prompts = prompts
         self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
-        scorer_of = partial(
-            build_scorer,
-            vocab_size=vocab_size,
-            device=engine.device,
-            max_new_tokens=rollout.sampling.max_new_tokens,
-        )
+        scorer_of = partial(build_scorer, max_new_tokens=rollout.sampling.max_new_tokens)
         self._scorer = scorer_of(config.reward)
         self._audit = RewardAudit(config.reward, prompts, tokenizer)
         self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))

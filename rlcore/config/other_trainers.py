@@ -97,8 +97,7 @@ data.as_chat | return_raw_chat | apply_chat_template | | data.apply_chat_templat
 data.chat_template_kwargs | apply_chat_template_kwargs | | chat_template_kwargs |
 data.tools_key | | tool_key | tools |
 reward.by | reward_fn_key | | |
-reward.parts.NAME.model.path | reward_model.model.path | | reward_model_path | reward.model_name_or_path
-reward.parts.NAME.service.url | | rm_url | | remote_rm_url
+reward.parts.NAME.service.url | reward_model.model.path | rm_url | reward_model_path | remote_rm_url reward.model_name_or_path
 reward.parts.NAME.weight | | | reward_weights |
 reward.parts.NAME.args | reward_kwargs overlong_buffer_cfg overlong_buffer_cfg.len | | |
 reward.non_stop_penalty | | | mask_truncated_completions missing_eos_penalty | stop_properly_penalty_coef

@@ -202,8 +202,6 @@ def _why_not(part: RewardPartConfig, ask_services: bool) -> str | None:
     """The reason for which a part of the reward is left out."""
     if part.function == "overlong":
         return "it scores lengths"
-    if part.model is not None:
-        return "a model gives it"
     if part.source == "workflow":
         return "the workflow gives it"
     if (part.service is not None or part.judge is not None) and not ask_services:

@@ -335,23 +335,15 @@ def _copy_score(scored: Sample, sample: Sample) -> None:
 # --- construction ---------------------------------------------------------------------------------
 
 
-def build_scorer(
-    config: RewardConfig,
-    *,
-    vocab_size: int,
-    device: str | None = None,
-    max_new_tokens: int | None = None,
-) -> Scorer:
+def build_scorer(config: RewardConfig, *, max_new_tokens: int | None = None) -> Scorer:
     """Build the scorer with every part of `config`, without starting anything.
 
     Args:
-        vocab_size: the policy's; a reward model must have the same.
-        device: device of reward models.
         max_new_tokens: limit of the responses to score, for `overlong`.
 
     Raises:
         ConfigError: a key or certificate of a service or judge is missing.
-        ModelError: a reward model cannot be used.
+        ModelError: a service's `tokenizer` cannot be used.
     """
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
     limits = WorkerLimits(config.memory_gb, config.environment)
@@ -362,12 +354,7 @@ def build_scorer(
     for name, part in config.parts.items():
         function = str(part.function)
         args = grader_arguments(function, part.args, max_new_tokens)
-        if part.model is not None:
-            # imported here, since it needs torch and transformers
-            from rollout.rewards.model import ModelPart
-
-            parts[name] = ModelPart(name, part.model, vocab_size=vocab_size, device=device)
-        elif function == "code":
+        if function == "code":
             sandbox = sandbox or build_sandbox(config.sandbox)
             parts[name] = CodePart(sandbox, **args)
         elif part.service is not None:

@@ -154,7 +154,7 @@ def open_samples() -> Iterator[Case]:
         )
         sampling = SamplingParams(max_new_tokens=8)
         context = WorkflowContext(sampling, 2, 0, TOKENIZER, settings=config.rollout.workflow)
-        scorer = build_scorer(config.reward, vocab_size=VOCAB)
+        scorer = build_scorer(config.reward)
         dispatcher: Any = SimpleNamespace(one=generate)
         runner = GroupRunner(config, dispatcher, scorer, context)
         loop = asyncio.new_event_loop()

@@ -55,7 +55,6 @@ def make_scene(workspace: Workspace) -> Scene:
     copy_model(
         workspace.model, wrong / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"]
     )
-    copy_model(workspace.reward_model, wrong / "large_reward_model", vocab_size=40)
     init_model(wrong / "large", ModelSpec(**TINY, alphabet="0123456789+=-abcdefghijklmnopqrs"))
     init_model(wrong / "wide", ModelSpec(**TINY | {"hidden": 48}))
     (wrong / "no_json").mkdir()
@@ -167,11 +166,6 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     "reference's vocabulary": (
         given("algorithm.kl.loss_coef=0.1", "reference.path={wrong}/large"),
         ("reference.path", "vocabulary of 34", "has 31")),
-    "reward model's vocabulary": (
-        given("reward.parts={r: {model: {path: {wrong}/large_reward_model}}}"),
-        ("reward.parts.r.model.path", "vocabulary of 40", "the policy one of 31")),
-    "reward model that is none": (given("reward.parts={r: {model: {path: {wrong}/large}}}"),
-                                  ("reward.parts.r.model.path",)),
     # layout
     "heads": (
         given("policy.parallel.tensor=3", "cluster.processes_per_node=3"),

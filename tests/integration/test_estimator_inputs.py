@@ -15,9 +15,10 @@ from accounting_checks import read_samples
 from hf_logprobs import logprobs, policy_before
 from rank_runs import Ended, RankRuns
 from torch import Tensor
-from workspace import LEARNING, Run, Workspace, same
+from workspace import LEARNING, Run, Workspace, same, score_of
 
 from rlcore.data.sample import Sample
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
@@ -53,15 +54,12 @@ def remax(workspace: Workspace) -> Run:
 
 
 @torch.no_grad()
-def greedy_rewards(
-    model: Path, judge: Path, prompts: list[tuple[int, ...]]
-) -> dict[tuple[int, ...], float]:
-    """The reward model's score of the most likely response to each prompt."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def greedy_rewards(model: Path, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The score of the most likely response to each prompt."""
+    from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    reward = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float64)
-    reward.config.pad_token_id = None  # one sequence at a time: its last token is its last
+    tokenizer = load_tokenizer(str(model))
     scores = {}
     for prompt in prompts:
         tokens = torch.tensor([prompt])
@@ -69,7 +67,7 @@ def greedy_rewards(
             tokens.shape[1] == len(prompt) or tokens[0, -1] != EOS
         ):
             tokens = torch.cat([tokens, policy(tokens).logits[:, -1:].argmax(-1)], 1)
-        scores[prompt] = float(reward(tokens).logits[0, 0])
+        scores[prompt] = score_of(tokenizer.decode(tokens[0], skip_special_tokens=True))
     return scores
 
 
@@ -82,9 +80,7 @@ def assert_baselines(
 ) -> list[float]:
     samples = read_samples(run.folder, step)
     assert len(samples) == 16, "the greedy responses are not among the samples"
-    expected = greedy_rewards(
-        policy, workspace.reward_model, list(dict.fromkeys(map(prompt_of, samples)))
-    )
+    expected = greedy_rewards(policy, list(dict.fromkeys(map(prompt_of, samples))))
     assert len(set(expected.values())) > 1
     baselines = []
     for sample, advantages in zip(samples, advantages_of(run, step), strict=True):

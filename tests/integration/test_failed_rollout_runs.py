@@ -22,11 +22,7 @@ from rollout.accounting.audit import audit
 from rollout.collection import attempts
 
 STEPS = 2
-SHORT = (
-    *LEARNING, f"training.steps={STEPS}", "checkpoint.every=1",
-    # what is tried again is scored with others than before
-    "reward.parts.liked.model.batch_size=1",
-)  # fmt: skip
+SHORT = (*LEARNING, f"training.steps={STEPS}", "checkpoint.every=1")
 OUTCOME = ("reward={parts: {env: {source: workflow}}}",)
 
 

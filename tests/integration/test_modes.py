@@ -15,7 +15,7 @@ import torch
 from accounting_checks import samples_of
 from hf_logprobs import scores
 from safetensors.torch import load_file
-from workspace import LEARNING, Run, Workspace, learned, same
+from workspace import LEARNING, Run, Workspace, learned, same, score_of
 
 from rlcore.algorithms import METRICS, metric_spec
 from rlcore.data.generation import Generate
@@ -361,11 +361,9 @@ def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(
 # --- reward models --------------------------------------------------------------------------------
 
 
-def test_a_reward_model_scores_the_last_token(workspace: Workspace, trained: Run) -> None:
+def test_a_reward_model_scores_prompt_and_response(trained: Run) -> None:
     for sample in samples_of(trained, 2)[:6]:
-        assert same(
-            sample.reward, float(scores(workspace.reward_model, sample)[-1]), rel=1e-4, abs_=1e-5
-        )
+        assert same(sample.reward, score_of(sample.prompt_text + sample.response_text))
         assert sample.reward_parts == {"liked": sample.reward}
 
 

@@ -6,8 +6,9 @@ import io
 import json
 import math
 import sys
+import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from rlcore import cli
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.metrics import read_metrics
+from tests.integration.json_server import answering
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCKS = ("time/", "perf/")  # metrics that no two runs share
@@ -70,8 +72,8 @@ class Run:
 class Workspace:
     """A folder with a model, a reward model, addition problems and a configuration for all runs.
 
-    Rewards come from the reward model: they differ between any two responses, and need no worker
-    process.
+    Rewards come from a server with the classify route of SGLang: they differ between any two
+    responses, and need no worker process. The reward model serves as a critic.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
@@ -84,6 +86,8 @@ class Workspace:
         self.reward_model = folder / "reward_model"
         make_classifier(model, self.reward_model)
         make(folder / "data")
+        self._servers = ExitStack()
+        url = self._servers.enter_context(answering(classify))
         self.heldout = f"evaluation.paths=[{folder / 'data' / 'heldout.jsonl'}]"
         self.base = folder / "base.yaml"
         self.base.write_text(f"""
@@ -93,7 +97,7 @@ data: {{paths: {folder / "data" / "train.jsonl"}}}
 policy: {{optimizer: {{lr: 1.0e-3}}, max_tokens_per_microbatch: 256}}
 rollout: {{service: in_process, prompts_per_step: 4, samples_per_prompt: 4,
           sampling: {{max_new_tokens: 6}}}}
-reward: {{parts: {{liked: {{model: {{path: {self.reward_model}}}}}}}}}
+reward: {{parts: {{liked: {{service: {{url: "{url}/classify", format: sglang, batch_size: 16}}}}}}}}
 training: {{steps: 3}}
 tracking: {{show_samples: 0}}
 """)
@@ -136,6 +140,16 @@ tracking: {{show_samples: 0}}
         with redirect_stdout(out), redirect_stderr(err):
             code = cli.main(list(arguments))
         return Run(code, out.getvalue(), err.getvalue(), self.folder / "runs" / name)
+
+
+def score_of(text: str) -> float:
+    """The reward of a prompt with its response, from -2 to 2."""
+    return zlib.crc32(text.encode()) / (1 << 30) - 2
+
+
+def classify(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
+    """Answer as SGLang's classify route does."""
+    return 200, [{"embedding": [score_of(text)]} for text in body["text"]]
 
 
 def make_classifier(model: Path, folder: Path, *, seed: int = 5) -> None:

@@ -86,7 +86,7 @@ def reward_problems(
         path: the section's key.
     """
     if not reward.parts:
-        message = "empty: give one part or more, each with a `function` or a `model`"
+        message = "empty: give one part or more, each with a `function` or a `service`"
         yield Problem(f"{path}.parts", message)
     for name, part in reward.parts.items():
         function = part.function

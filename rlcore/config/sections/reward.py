@@ -13,23 +13,13 @@ from pydantic import (
     model_validator,
 )
 
-from rlcore.config.sections.base import ModelPath, Probability, Section
+from rlcore.config.sections.base import Probability, Section
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.config.sections.sandbox import SandboxConfig
 
 
-class RewardModelConfig(Section):
-    """A reward model: a Hugging Face sequence-classification folder with one output."""
-
-    path: ModelPath
-    """Hugging Face folder of the reward model."""
-    batch_size: PositiveInt = 16
-    """Samples that the model scores at a time, as they arrive; with 1 a score's last bits do not
-    depend on other samples."""
-
-
 class RewardPartConfig(Section):
-    """One named part of the reward: `function`, `model`, `service`, `judge` or `source`."""
+    """One named part of the reward: `function`, `service`, `judge` or `source`."""
 
     function: str | None = None
     """`exact_match`, `math`, `f1`, `choice`, `format`, `overlong`, `ifeval`, `code`, or
@@ -38,10 +28,8 @@ class RewardPartConfig(Section):
     """Keyword arguments of the function; those of the built-in ones: docs/rewards.md."""
     sources: list[str] | None = None
     """Score only rows whose value at `reward.by` is among these (`*` stands for any text)."""
-    model: RewardModelConfig | None = None
-    """A reward model instead of a function."""
     service: RewardServiceConfig | None = None
-    """A reward service over HTTP instead of a function."""
+    """A reward service or reward model over HTTP, instead of a function."""
     judge: JudgeConfig | None = None
     """A model as a judge, instead of a function."""
     source: Literal["workflow"] | None = None
@@ -51,11 +39,11 @@ class RewardPartConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> RewardPartConfig:
-        kinds = (self.function, self.model, self.service, self.judge, self.source)
+        kinds = (self.function, self.service, self.judge, self.source)
         if sum(kind is not None for kind in kinds) != 1:
             raise ValueError(
-                "a reward part is one of `function: NAME`, `model: {path: FOLDER}`,"
-                " `service: {url: URL}`, `judge: {url: URL, model: NAME}` or `source: workflow`"
+                "a reward part is one of `function: NAME`, `service: {url: URL}`,"
+                " `judge: {url: URL, model: NAME}` or `source: workflow`"
             )
         if self.function is None and self.args:
             raise ValueError("`args` are for a function, and this part has none")

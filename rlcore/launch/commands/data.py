@@ -40,7 +40,7 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
         UserError: `rlcore train` would reject the data.
     """
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    vocab_size = check_vocabulary(config.model.path, tokenizer)
+    check_vocabulary(config.model.path, tokenizer)
     if config.is_sft:
         yield from _supervised(config, tokenizer, rows)
         return
@@ -50,7 +50,7 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
         yield from (f"{key}: {part}" for part in prompts.all_examples.parts)
         rewards = _Rewards(of, prompts, tokenizer, ask_services)
         shown = _shown(prompts, rows)
-        scored = rewards.score(shown, vocab_size)
+        scored = rewards.score(shown)
         for row in shown:
             yield ""
             yield from _row(prompts, row, tokenizer)
@@ -131,17 +131,13 @@ class _Rewards:
         self._audit = RewardAudit(config.reward, prompts, tokenizer, ask_services=asks)
         self._left_out = [f"{name} ({why})" for name, why in self._audit.left_out.items()]
 
-    def score(self, rows: Sequence[int], vocab_size: int) -> list[Scored]:
+    def score(self, rows: Sequence[int]) -> list[Scored]:
         """Score answers to `rows` and to the rows of the audit."""
         reward = self._audit.reward
         if not reward.parts:
             return []
-        scorer = build_scorer(
-            reward,
-            vocab_size=vocab_size,
-            device=self._config.rollout.engine.device,
-            max_new_tokens=self._config.rollout.sampling.max_new_tokens,
-        )
+        limit = self._config.rollout.sampling.max_new_tokens
+        scorer = build_scorer(reward, max_new_tokens=limit)
         asked = list(dict.fromkeys([*rows, *self._audit.rows]))
         limit_s = REWARD_START_S + reward.timeout_s * len(asked)
 

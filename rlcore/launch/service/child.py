@@ -185,7 +185,7 @@ def main() -> None:
         os._exit(0)
     os.chdir(begin.folder)
     sys.path[:] = begin.path
-    # Reward models run in this process.
+    # A workflow may use torch in this process.
     set_up_torch(begin.config)
     asyncio.run(_serve(connection, ServiceHost(begin, log)))
 

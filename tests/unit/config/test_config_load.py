@@ -158,12 +158,12 @@ def test_null_empties_a_map_of_free_keys(write, load):
     assert loaded.origin("rollout.engine.server") == "override"
 
 
-def test_a_reward_part_may_change_from_model_to_function(write, load):
-    base = write("base.yaml", "reward: {parts: {a: {model: {path: rm}}}}\n")
+def test_a_reward_part_may_change_from_service_to_function(write, load):
+    base = write("base.yaml", "reward: {parts: {a: {service: {url: 'http://x:1'}}}}\n")
     part = load(
-        "reward.parts.a.model=null", "reward.parts.a.function=math", files=[base]
+        "reward.parts.a.service=null", "reward.parts.a.function=math", files=[base]
     ).config.reward.parts["a"]
-    assert part.model is None
+    assert part.service is None
     assert part.function == "math"
 
 
@@ -290,9 +290,8 @@ def test_several_errors_are_one_a_line(write, refusal):
         ("model.path=yes", "model.path (override): got true, expected text (put it in quotes)"),
         ("rollout.sampling.stop=x", "rollout.sampling.stop (override): got 'x', expected a list"),
         ("reward.parts.a.weight=1",
-         ("reward.parts.a (override): a reward part is one of `function: NAME`, `model:"
-         " {path: FOLDER}`, `service: {url: URL}`, `judge: {url: URL, model: NAME}` or"
-         " `source: workflow`")),
+         ("reward.parts.a (override): a reward part is one of `function: NAME`, `service:"
+         " {url: URL}`, `judge: {url: URL, model: NAME}` or `source: workflow`")),
         ("run.name=", "override 'run.name=': no value after '='; `run.name=null` unsets a key"),
         ("run..name=1", "override 'run..name=1': expected a.b.c=value"),
     ],

@@ -125,7 +125,6 @@ def test_an_error_about_a_path_begins_with_its_key(
         ("evaluation", "paths"),
         ("evaluation", "sets", ANY, "paths"),
         ("model", "path"),
-        ("reward", "parts", ANY, "model", "path"),
         ("cluster", "tls", "ca_file"),
     ],
     ids=".".join,

@@ -21,7 +21,7 @@ AWKWARD = (
     "policy.optimizer.lr=1e-6",
     "policy.megatron={a: '1e-6', b: 1e-6, c: null, d: [1, 'on', on], e: {f: '010'}}",
     "algorithm.estimator={name: ppo, lam: 0.95, on: 'off'}",
-    "reward.parts={a: {function: 'm:f'}, 'b c': {model: {path: x}}}",
+    "reward.parts={a: {function: 'm:f'}, 'b c': {service: {url: 'http://x:1'}}}",
 )
 
 

@@ -13,7 +13,6 @@ from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import ModelError
 from rollout.engines.checks import model_config
 from rollout.engines.embedded.causal_lm import build_module
-from rollout.rewards.model import load_classifier
 
 CODE = """
 from pathlib import Path
@@ -36,7 +35,6 @@ def folder(tmp_path: Path) -> Path:
         "auto_map": {
             "AutoConfig": "own.Config",
             "AutoModelForCausalLM": "own.Model",
-            "AutoModelForSequenceClassification": "own.Model",
             "AutoTokenizer": ["own.Words", "own.Words"],
         },
     }
@@ -52,9 +50,8 @@ def folder(tmp_path: Path) -> Path:
         load_tokenizer,
         lambda folder: model_config(str(folder)),
         lambda folder: build_module(str(folder), device=CPU, dtype=torch.float32),
-        lambda folder: load_classifier(str(folder), "reward.parts.judge", CPU),
     ],
-    ids=["tokenizer", "config", "policy", "classifier"],
+    ids=["tokenizer", "config", "policy"],
 )
 def test_it_is_refused(
     folder: Path, load: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch

@@ -29,8 +29,7 @@ def scored(scorer: Scorer, *batches: Sequence[Sample]) -> list[FailureCounts]:
 
 def score(config: dict[str, Any], *batches: Sequence[Sample]) -> list[FailureCounts]:
     """Score batches with the reward of a configuration."""
-    made = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
-    return scored(made, *batches)
+    return scored(build_scorer(RewardConfig.model_validate(config)), *batches)
 
 
 def score_by(part: RewardPart, config: dict[str, Any], batch: Sequence[Sample]) -> FailureCounts:

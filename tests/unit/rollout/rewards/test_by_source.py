@@ -169,7 +169,7 @@ def test_an_entry_of_other_types_is_refused_at_load(entry):
     [
         ({"parts": {"m": {"function": "math", "sources": ["a"]}}}, "`by` does not say"),
         ({"parts": {"m": {"function": "math"}}, "by": "data_source"}, "no part has `sources`"),
-        ({"parts": {"m": {"model": {"path": "x"}, "args": {"a": 1}}}}, "`args` are for a function"),
+        ({"parts": {"m": {"source": "workflow", "args": {"a": 1}}}}, "`args` are for a function"),
     ],
 )
 def test_sources_and_column_belong_together(reward, message):

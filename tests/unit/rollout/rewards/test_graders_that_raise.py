@@ -16,7 +16,6 @@ from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceCon
 from rlcore.data.sample import Sample
 from rollout.rewards import scorer as scorers
 from rollout.rewards.base import (
-    BatchedPart,
     LocalPart,
     RewardPart,
     Score,
@@ -26,7 +25,6 @@ from rollout.rewards.base import (
 )
 from rollout.rewards.graders import code
 from rollout.rewards.graders.code import CodePart
-from rollout.rewards.model import ModelPart
 from rollout.rewards.services import JudgePart, ServicePart
 
 BAD = "bad"
@@ -131,26 +129,6 @@ def test_an_exception_while_code_is_judged(
     counts = score_by(CodePart(sandbox), {"function": "code"}, samples)
     assert (counts.errors, counts.unscored) == (1, [])
     assert (samples[0].reward, samples[0].metadata["correct"]) == (0.0, False)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_exception_of_a_reward_model(
-    name: str, monkeypatch: pytest.MonkeyPatch, sample: Any
-) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    part = ModelPart.__new__(ModelPart)
-    BatchedPart.__init__(part, batch_size=1)
-    part._thread = ThreadPoolExecutor(max_workers=1)
-    samples = [sample("2", index=0), sample(BAD, index=1)]
-    samples[1].tokens = samples[1].tokens[:-1]
-    size = len(samples[0].tokens)
-    monkeypatch.setattr(
-        part, "forward", lambda batch: [1.0] if len(batch[0]) == size else raises(name)
-    )
-    counts = score_by(part, {"model": {"path": "rm"}}, samples)
-    assert samples[0].reward == 1.0
-    assert len(counts.unscored) == counts.errors == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,7 +51,7 @@ def audited(folder: Path, reward: dict[str, Any], rows: list[tuple[Any, Any]]) -
     tried = RewardAudit(config, prompts(folder, rows), char_tokenizer(ALPHABETS["ascii"]))
 
     async def run() -> list[Finding]:
-        scorer = build_scorer(tried.reward, vocab_size=128, max_new_tokens=100)
+        scorer = build_scorer(tried.reward, max_new_tokens=100)
         await scorer.start()
         try:
             return tried.findings(await tried.score(scorer, tried.rows, 240))
@@ -190,7 +190,7 @@ def warnings_of(
 ) -> tuple[list[str], Scorer]:
     config = RewardConfig.model_validate(reward)
     made = RewardAudit(config, prompts(folder, SUMS), char_tokenizer(ALPHABETS["ascii"]))
-    scorer = build_scorer(config, vocab_size=128)
+    scorer = build_scorer(config)
 
     async def run() -> None:
         try:

@@ -448,7 +448,7 @@ def test_keys_come_from_the_environment(
     )
     monkeypatch.delenv("RM_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"^reward\.parts\.rm\.service\.api_key_env: .*RM_KEY"):
-        build_scorer(given, vocab_size=10)
+        build_scorer(given)
     monkeypatch.setenv("RM_KEY", "hush")
     got: list[str] = []
 
@@ -505,7 +505,7 @@ def test_the_scorer_adds_service_and_judge_up(sample: MakeSample) -> None:
                     "judge": {"judge": {"url": url, "model": "m"}, "weight": 2.0},
                 }
             )
-            scorer = build_scorer(config, vocab_size=10)
+            scorer = build_scorer(config)
             await scorer.start()
             scored = sample("x")
             counts = await scorer.score([scored])
