@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 B = "backends/megatron/"
-FINALIZE = "self.config.finalize_model_grads_func = finalize_model_grads"
+FINALIZE = "model.config.finalize_model_grads_func = finalize_model_grads"
 
 
 def on(*cases: str) -> str:
@@ -28,7 +28,7 @@ def on(*cases: str) -> str:
 def without_step(name: str) -> str:
     """Replace FINALIZE by Megatron's finalizing without one of its steps."""
     module = "__import__('sys').modules[finalize_model_grads.__module__]"
-    return f"setattr({module}, {name!r}, lambda *args, **kwargs: None)\n        {FINALIZE}"
+    return f"setattr({module}, {name!r}, lambda *args, **kwargs: None)\n            {FINALIZE}"
 
 
 MUTANTS = [
@@ -64,11 +64,11 @@ MUTANTS = [
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
     ("the value head without its mark", B + "model/head.py",
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
-    ("tied embeddings not reduced over the pipeline", B + "training/passes.py",
+    ("tied embeddings not reduced over the pipeline", B + "build.py",
      FINALIZE, without_step("_allreduce_word_embedding_grads"), on("pp2_tied")),
-    ("the gradient reduction of SP dropped", B + "training/passes.py",
+    ("the gradient reduction of SP dropped", B + "build.py",
      FINALIZE, without_step("_allreduce_non_tensor_model_parallel_grads"), on("tp2_sp")),
-    ("gradients not finalized", B + "training/passes.py", FINALIZE, "self.config.finalize_model_grads_func = None", on("dp2")),
+    ("gradients not finalized", B + "build.py", FINALIZE, "model.config.finalize_model_grads_func = None", on("dp2")),
     # the pipeline
     ("batched transfers in the interleaved schedule", B + "model/gpt.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),

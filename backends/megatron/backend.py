@@ -20,9 +20,8 @@ with importing_megatron():
     from backends.megatron.build import (
         BuildContext,
         build_critic,
+        build_frozen,
         build_policy,
-        build_reference,
-        build_teacher,
     )
     from backends.megatron.checkpoint.save_load import (
         Saved,
@@ -33,12 +32,16 @@ with importing_megatron():
     )
     from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
     from backends.megatron.checks.layout import check_layout
-    from backends.megatron.checks.prefixes import PrefixSharing, choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.fused import fused_kernels
     from backends.megatron.model.head import HeadOptions
-    from backends.megatron.model.layers import Layers, layers_of
+    from backends.megatron.model.layers import (
+        Layers,
+        PrefixSharing,
+        choose_prefix_sharing,
+        layers_of,
+    )
     from backends.megatron.model.moe import forget_tokens, mean_losses
     from backends.megatron.model.routing_replay import (
         Routing,
@@ -114,7 +117,9 @@ class MegatronBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
-        self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
+        # 1 in greedy and supervised runs.
+        temperature = 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
+        self._head = HeadOptions(temperature, policy.logprobs.chunk_elements)
         self._local_batch: LocalBatch | None = None
         self._exporter: WeightExporter | None = None
         # Memory for saves in the background.
@@ -134,9 +139,9 @@ class MegatronBackend:
                 self.policy = build_policy(context)
                 self.frozen: dict[str, Frozen] = {}
                 if with_reference:
-                    self.frozen["reference"] = build_reference(context, self.policy)
+                    self.frozen["reference"] = build_frozen(context, self.policy, "reference")
                 if with_teacher:
-                    self.frozen["teacher"] = build_teacher(context, self.policy)
+                    self.frozen["teacher"] = build_frozen(context, self.policy, "teacher")
                 if total_steps:
                     steps = policy_updates(config, total_steps) if with_critic else total_steps
                     context.start_training(self.policy, policy.optimizer, steps)
@@ -196,11 +201,12 @@ class MegatronBackend:
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
         head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
         outputs: list[Any] = []
+        routing: Routing = own_routing
+        if model == "policy":
+            routing = replaying if self.config.policy.routing_replay == "engine" else recording
         with self._on_device(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
-                outputs += score_pass(
-                    module, self._batch.micro_batches(k), head, routing=self._routing(model)
-                )
+                outputs += score_pass(module, self._batch.micro_batches(k), head, routing=routing)
         own = None
         if self.parallel.is_last_stage:
             vectors = [(out,) if isinstance(out, Tensor) else out for out in outputs]
@@ -418,9 +424,7 @@ class MegatronBackend:
         return layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
 
     def _prefixes(self) -> PrefixSharing:
-        return choose_prefix_sharing(
-            self.config, transformer_engine=self._layers().transformer_engine
-        )
+        return choose_prefix_sharing(self.config, self._layers())
 
     def close(self) -> None:
         """Release the models and Megatron's groups, and the process group if it was made here."""
@@ -460,19 +464,9 @@ class MegatronBackend:
             sharing=sharing,
         )
 
-    def _routing(self, model: str) -> Routing:
-        if model != "policy":
-            return own_routing
-        return replaying if self.config.policy.routing_replay == "engine" else recording
-
     def _on_device(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the named model has its weights on the device."""
         model = self.frozen.get(name) or self._trained.get(name)
         if model is None:
             raise ValueError(f"the backend was built without a {name}")
         return model.on_device()
-
-
-def _temperature(config: Config) -> float:
-    """The sampling temperature, or 1 in greedy and supervised runs."""
-    return 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0

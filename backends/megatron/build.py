@@ -6,12 +6,13 @@ device, or in host memory between passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
 
 from backends.megatron.checkpoint.save_load import load_weights
 from backends.megatron.checks.layout import check_layout, check_vocabularies
@@ -78,11 +79,12 @@ class BuildContext:
                 overlap=optimizer.overlap,
             )
             dtype = DTYPES[self.config.model.dtype]
-            model.attach_optimizer(
-                ScheduledOptimizer(
-                    optimizer, model.modules, params_dtype=dtype, total_steps=total_steps
-                )
+            model.optimizer = ScheduledOptimizer(
+                optimizer, model.modules, params_dtype=dtype, total_steps=total_steps
             )
+            model.config.finalize_model_grads_func = finalize_model_grads
+            # fp32 gradients need no loss scale.
+            model.config.grad_scale_func = None
 
     def load(self, model: Model, arch: Architecture, path: str) -> None:
         """Read the weights of a Hugging Face folder into a model. Collective.
@@ -131,7 +133,12 @@ def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Mode
     arch = context.other_architecture(critic.path, "critic.path")
     model = context.build(arch, value_head=True)
     if critic.path is None:
-        _copy_trunk(policy.chunks, model.chunks)
+        # The two models have everything in common except their heads.
+        for own, other in zip(model.chunks, policy.chunks):
+            given = dict(named_weights(other))
+            for name, weight in named_weights(own):
+                if name in given:
+                    copy_weights([given[name]], [weight])
     else:
         context.load(model, arch, critic.path)
     context.start_training(
@@ -143,39 +150,32 @@ def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Mode
     return model
 
 
-# --- frozen models --------------------------------------------------------------------------------
+def build_frozen(
+    context: BuildContext, policy: Model, name: Literal["reference", "teacher"]
+) -> Frozen:
+    """Build the reference model for KL, or the teacher. Call before training starts.
 
-
-def build_reference(context: BuildContext, policy: Model) -> Frozen:
-    """Build the reference model for KL: `reference.path`, or a copy of the current policy.
-
-    Call before training starts.
-    """
-    given = context.config.reference
-    return _build(context, policy, given.path, "reference.path", offload=given.offload)
-
-
-def build_teacher(context: BuildContext, policy: Model) -> Frozen:
-    """Build the model that the policy learns from. Call before training starts.
-
-    It may have any size, but has the policy's vocabulary and layout.
+    The reference is `reference.path`, by default a copy of the current policy. The teacher may have
+    any size, but has the policy's vocabulary and layout.
 
     Raises:
-        ConfigError: `teacher.path` is not given.
-        ModelError: the vocabulary is not the policy's, or the policy's layout does not fit.
+        ConfigError: `teacher.path` is not given, or the policy's layout does not fit.
+        ModelError: the vocabulary is not the policy's.
     """
-    given = context.config.teacher
-    if given.path is None:
+    given = context.config.reference if name == "reference" else context.config.teacher
+    path = given.path
+    if path is None and name == "teacher":
         raise ConfigError("teacher.path: missing: name the model to learn from")
-    return _build(context, policy, given.path, "teacher.path", offload=given.offload)
-
-
-def _build(
-    context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool
-) -> Frozen:
-    arch = context.other_architecture(path, key)
-    if offload and arch.computes_like(context.arch):
-        return SwappedIn(policy, _host_weights(context, policy, arch, path))
+    arch = context.other_architecture(path, f"{name}.path")
+    if given.offload and arch.computes_like(context.arch):
+        own = weights_of(policy.chunks)
+        weights = initial = [_host_copy(weight) for weight in own]
+        if path is not None:
+            # Read through the policy's modules, then restore the policy's own weights.
+            context.load(policy, arch, path)
+            weights = [_host_copy(weight) for weight in own]
+            copy_weights(initial, own)
+        return SwappedIn(policy, weights)
     model = context.build(arch)
     if path is None:
         copy_weights(weights_of(policy.chunks), weights_of(model.chunks))
@@ -186,35 +186,8 @@ def _build(
     # reference computes the same as the policy, bit for bit.
     for module in model.modules:
         module.eval()
-    model.make_offloadable(context.device, offload=offload)
+    model.make_offloadable(context.device, offload=given.offload)
     return model
-
-
-def _host_weights(
-    context: BuildContext, policy: Model, arch: Architecture, path: str | None
-) -> list[Tensor]:
-    """Read the weights of `path` through the policy's modules, then restore the policy's own."""
-    own = weights_of(policy.chunks)
-    initial = [_host_copy(weight) for weight in own]
-    if path is None:
-        return initial
-    context.load(policy, arch, path)
-    weights = [_host_copy(weight) for weight in own]
-    copy_weights(initial, own)
-    return weights
-
-
-# --- copies of weights ----------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _copy_trunk(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
-    """Copy the weights that two models have in common: all except their heads."""
-    for own, other in zip(target, source):
-        given = dict(named_weights(other))
-        for name, weight in named_weights(own):
-            if name in given:
-                weight.copy_(given[name])
 
 
 @torch.no_grad()

@@ -200,11 +200,10 @@ def stub_batch(lengths: Sequence[int], **vectors: Tensor | Sequence[float]) -> R
         tokens=torch.zeros(num_tokens, dtype=torch.int32),
         cu_tokens=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=torch.ones(num_tokens, dtype=torch.bool),
-        vectors={name: _vector(name, value) for name, value in given.items()},
+        vectors={
+            name: value
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=torch.int64 if name in _INTEGERS else torch.float32)
+            for name, value in given.items()
+        },
     )
-
-
-def _vector(name: str, value: Tensor | Sequence[float]) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    return torch.tensor(value, dtype=torch.int64 if name in _INTEGERS else torch.float32)

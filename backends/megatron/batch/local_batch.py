@@ -151,8 +151,7 @@ class LocalBatch:
         self._shard_map: ShardMap | None = None
         self._packs: dict[int, list[MicroBatch]] = {}
         self.updates = UpdateRecord()
-        steps = None
-        shares: list[Share] | None = None
+        steps = shares = None
         if batch is not None:
             assert plans is not None
             self._shard_map = ShardMap.of(batch, plans, parallel.dp_size)
@@ -295,7 +294,12 @@ def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
     if batch.routed_experts is not None:
         by_name["routed_experts"] = shards.split(batch.routed_experts, lengths)
     if batch.sampling_mask is not None:
-        by_name |= _split_masks(batch.sampling_mask, batch.cu_seqlens, shards)
+        masks = batch.sampling_mask
+        sizes = masks.offsets[batch.cu_seqlens].diff().tolist()
+        by_name["mask_tokens"] = shards.split(masks.tokens, sizes)
+        counts = map(_joined, shards.split(masks.offsets.diff()))
+        zero = torch.zeros(1, dtype=torch.int64)
+        by_name["mask_offsets"] = [[zero, own.cumsum(0)] for own in counts]
     if batch.versions is not None:
         versions, spans = batch.versions.cut(batch.cu_seqlens)
         by_name["version_values"] = shards.split(versions.values, spans.tolist())
@@ -312,18 +316,6 @@ def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
         ends = accumulate((lengths[i] for i in order), initial=0)
         share["cu_tokens"] = [torch.tensor([*ends], dtype=torch.int64)]
     return shares
-
-
-def _split_masks(
-    masks: BatchSamplingMasks, cu_seqlens: Tensor, shards: ShardMap
-) -> dict[str, Sequence[Sequence[Tensor]]]:
-    sizes = masks.offsets[cu_seqlens].diff().tolist()
-    counts = [_joined(parts) for parts in shards.split(masks.offsets.diff())]
-    zero = torch.zeros(1, dtype=torch.int64)
-    return {
-        "mask_tokens": shards.split(masks.tokens, sizes),
-        "mask_offsets": [[zero, own.cumsum(0)] for own in counts],
-    }
 
 
 def _steps(

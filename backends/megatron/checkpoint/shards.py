@@ -64,9 +64,15 @@ def plan_sharded(
     """
     apply_factories(state)
     for entry in nested_values(state):
+        if not isinstance(entry, ShardedTensor) or entry.data is None or not entry.data.is_cpu:
+            continue
+        tensor = entry.data = entry.data.detach().contiguous()
         # Megatron would copy all tensors that are parts of larger storages at the same time.
-        if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.is_cpu:
-            entry.data = _over_same_memory(entry.data.detach().contiguous())
+        if tensor.numel():
+            # numpy would make the tensor's storage impossible to resize for offloading.
+            buffer = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+            buffer.owner = tensor  # type: ignore[attr-defined]  # it lives as long as the buffer
+            entry.data = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
     # One file per rank.
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     # A queue of this process replaces the queue of a spawned manager process.
@@ -77,15 +83,6 @@ def plan_sharded(
         )
     assert request is not None
     return PlannedShards(request, folder.name, host)
-
-
-def _over_same_memory(tensor: Tensor) -> Tensor:
-    if not tensor.numel():
-        return tensor
-    # Without numpy, which would make the tensor's storage impossible to resize for offloading.
-    buffer = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    buffer.owner = tensor  # type: ignore[attr-defined]  # it lives as long as the buffer
-    return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
 
 
 def assign_to_replicas(weights: Mapping[str, Any], parallel: ParallelState) -> None:
@@ -232,7 +229,6 @@ class PendingCheckpoint:
 
     A thread is used rather than a process, since a fork can deadlock in a trainer with threads. The
     thread calls neither Megatron nor a collective, and releases the GIL during disk writes.
-    `finish` calls `complete`.
     """
 
     def __init__(
@@ -240,7 +236,9 @@ class PendingCheckpoint:
     ) -> None:
         self._folder = folder
         self._planned = planned
-        self._complete = complete
+        # Completes the checkpoint, once `written` has returned a number on every rank. Collective;
+        # call inside `megatron_device`. Raises RunFailed naming folder and reason.
+        self.finish = complete
         self._seconds: float | None = None
         self._failure: Exception | None = None
         self._cancelled = threading.Event()
@@ -266,13 +264,6 @@ class PendingCheckpoint:
         if self._seconds is not None and self._failure is not None:
             raise self._failure
         return self._seconds
-
-    def finish(self) -> None:
-        """Complete the checkpoint, once `written` has returned a number on every rank.
-
-        Collective; call inside `megatron_device`. Raises RunFailed naming folder and reason.
-        """
-        self._complete()
 
     def cancel(self) -> None:
         """Stop writing after the current tensor, and wait for the thread to end."""

@@ -107,9 +107,8 @@ class _Parameters:
         sizes = torch.Size((*[1] * len(index), *shape))
         offsets = torch.Size((*index, *[0] * len(shape)))
         out = torch.zeros(sizes, dtype=stored.properties.dtype)
-        items = create_read_items_for_chunk_list(
-            name, stored, [ChunkStorageMetadata(offsets, sizes)]
-        )
+        chunk = ChunkStorageMetadata(offsets, sizes)
+        items = create_read_items_for_chunk_list(name, stored, [chunk])
         if sum(math.prod(item.lengths) for item in items) != out.numel():
             raise ModelError(f"checkpoint {self._folder}: {megatron} is not whole")
         with read_errors(self._folder):

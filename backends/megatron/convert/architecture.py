@@ -127,7 +127,12 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
     """The full shape of each Hugging Face tensor of an entry, without vocabulary padding."""
     t = arch.transformer
     hidden = t["hidden_size"]
-    ffn = _ffn_width(arch, entry)
+    width = "ffn_hidden_size"
+    if entry.expert is not None:
+        width = "moe_ffn_hidden_size"
+    elif ".shared_experts." in entry.megatron:
+        width = "moe_shared_expert_intermediate_size"
+    ffn = t[width]
     head_dim = t["kv_channels"]
     query = t["num_attention_heads"] * head_dim
     key = t["num_query_groups"] * head_dim
@@ -152,12 +157,3 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
         per_head = entry.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         return [(head_dim if per_head else hidden,)]
     raise TypeError(f"{entry.megatron}: no shape rule for a {entry.split.value} split")
-
-
-def _ffn_width(arch: Architecture, entry: Entry) -> int:
-    """The width of the feed-forward net that an entry belongs to."""
-    if entry.expert is not None:
-        return int(arch.transformer["moe_ffn_hidden_size"])
-    if ".shared_experts." in entry.megatron:
-        return int(arch.transformer["moe_shared_expert_intermediate_size"])
-    return int(arch.transformer["ffn_hidden_size"])

@@ -76,7 +76,17 @@ class FolderWriter:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._put_in_place(hf_config, class_name)
+            self._shards.finish()
+            write_json(self._aside / "config.json", self._config(hf_config, class_name))
+            copy_companions(self._aside, self._sources[0], self._sources[-1])
+            sync_tree(self._aside)
+            replaced = self._folder.with_name(f".{self._folder.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            if self._folder.exists():
+                self._folder.rename(replaced)
+            self._aside.rename(self._folder)
+            sync(self._folder.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             shutil.rmtree(self._aside, ignore_errors=True)
             raise RunFailed(
@@ -84,19 +94,6 @@ class FolderWriter:
                 " checkpoint: make room and write them by `rlcore export`, or continue the run"
                 " with --resume"
             ) from error
-
-    def _put_in_place(self, hf_config: dict[str, Any], class_name: str) -> None:
-        self._shards.finish()
-        write_json(self._aside / "config.json", self._config(hf_config, class_name))
-        copy_companions(self._aside, self._sources[0], self._sources[-1])
-        sync_tree(self._aside)
-        replaced = self._folder.with_name(f".{self._folder.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self._folder.exists():
-            self._folder.rename(replaced)
-        self._aside.rename(self._folder)
-        sync(self._folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
     def _config(self, hf_config: dict[str, Any], class_name: str) -> dict[str, Any]:
         """The source's config with the exported class and dtype, and one label for a value head."""

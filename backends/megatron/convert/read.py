@@ -117,22 +117,17 @@ def _transformer_fields(
             )
         fields |= latent_fields(config, rope)
     else:
-        fields["kv_channels"] = _head_dim(folder, config, family)
+        hidden = config["hidden_size"]
+        # Llama's configuration class refuses this for any head_dim; the others accept a remainder.
+        if hidden % heads and (not config["head_dim"] or family.model_type == "llama"):
+            expected = f"a divisor of hidden_size {hidden}"
+            raise refusal(folder, "num_attention_heads", heads, expected)
+        fields["kv_channels"] = config["head_dim"] or hidden // heads
         _check_rotary_part(folder, fields["kv_channels"], rope)
     _check_heads(folder, fields)
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
     return fields
-
-
-def _head_dim(folder: Path, config: Mapping[str, Any], family: Family) -> int:
-    heads = config["num_attention_heads"]
-    hidden = config["hidden_size"]
-    size: int = config["head_dim"] or hidden // heads
-    # Llama's configuration class refuses this for any head_dim; the others accept a remainder.
-    if hidden % heads and (not config["head_dim"] or family.model_type == "llama"):
-        raise refusal(folder, "num_attention_heads", heads, f"a divisor of hidden_size {hidden}")
-    return size
 
 
 def _check_rotary_part(folder: Path, head_dim: int, rope: Rope) -> None:

@@ -140,14 +140,7 @@ def _varlen_attention() -> Any:
     """torch's kernel. Its import also imports the compiler, so it is only imported on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    _activate_flash_attention_3()
-    # Before torch 2.12 the kernel takes fewer heads of keys without the option.
-    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if takes_option else varlen_attn
-
-
-def _activate_flash_attention_3() -> None:
-    """Let torch call FlashAttention 3 if its package is installed and the GPU is a Hopper."""
+    # Let torch call FlashAttention 3 if its package is installed and the GPU is a Hopper.
     kernels = torch.nn.attention
     if (
         importlib.util.find_spec("flash_attn_interface") is not None
@@ -155,6 +148,9 @@ def _activate_flash_attention_3() -> None:
         and "FA3" in kernels.list_flash_attention_impls()
     ):
         kernels.activate_flash_attention_impl("FA3")
+    # Before torch 2.12 the kernel takes fewer heads of keys without the option.
+    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if takes_option else varlen_attn
 
 
 def varlen_attention(

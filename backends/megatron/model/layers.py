@@ -1,4 +1,7 @@
-"""The choice of layers: Transformer Engine's if installed, on CUDA; otherwise Megatron's own."""
+"""The choice of layers, and whether their attention computes shared prefixes once.
+
+Layers are Transformer Engine's if installed, on CUDA; otherwise Megatron's own.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +92,44 @@ def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
             f"policy.fp8: needs Transformer Engine's layers, got {layers}; remove policy.fp8"
         )
     return layers
+
+
+_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
+
+@dataclass(frozen=True)
+class PrefixSharing:
+    """Whether shared prefixes are computed once, and the reason; printed when a run starts."""
+
+    on: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'computed once' if self.on else 'in every sequence'} ({self.reason})"
+
+
+def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
+    """Choose whether shared prefixes are computed once.
+
+    Raises ConfigError if `policy.share_prefixes` is `on`, but the run does not support it.
+    """
+    wanted = config.policy.share_prefixes
+    if wanted == "off":
+        return PrefixSharing(False, "policy.share_prefixes: off")
+    if layers.transformer_engine:
+        why_not = (
+            "the attention of Transformer Engine's layers has no mask for it"
+            " (policy.transformer_engine: off takes megatron-core's own layers)"
+        )
+    elif losses := [name for name in _LOSSES if config.policy.megatron.get(name)]:
+        why_not = f"policy.megatron.{losses[0]}: a router's loss would count a shared token once"
+    else:
+        return PrefixSharing(True, f"policy.share_prefixes: {wanted}")
+    if wanted == "on":
+        raise ConfigError(
+            f"policy.share_prefixes: on, but {why_not}; set it to auto or off, or change that"
+        )
+    return PrefixSharing(False, why_not)
 
 
 def layer_fields(layers: Layers, *, experts: bool, fp8: Fp8Config | None) -> dict[str, Any]:

@@ -206,19 +206,6 @@ def _gqa_option() -> dict[str, bool]:
 Kernel = RectangleKernel | VarlenKernel
 
 
-def kernels_of(layout: PackLayout, *, varlen: bool) -> tuple[Kernel, ...]:
-    """Return the kernels of a pack's parts; they are made once for all layers."""
-    key = f"_merged_{varlen}"
-    kernels: tuple[Kernel, ...] | None = layout.__dict__.get(key)
-    if kernels is None:
-        if varlen:
-            kernels = tuple(VarlenKernel.of_part(part, layout.device) for part in layout.parts)
-        else:
-            kernels = tuple(k for part in layout.parts for k in RectangleKernel.of_part(part))
-        layout.__dict__[key] = kernels
-    return kernels
-
-
 def merged_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float, *, varlen: bool
 ) -> Tensor:
@@ -229,7 +216,14 @@ def merged_attention(
         key, value: [CP * T, groups, d], gathered.
         varlen: use CUDA's variable-length kernel instead of the CPU's.
     """
-    kernels = kernels_of(layout, varlen=varlen)
+    # The kernels of a pack's parts are made once for all layers.
+    made: dict[bool, tuple[Kernel, ...]] = layout.__dict__.setdefault("_merged", {})
+    if varlen not in made:
+        if varlen:
+            made[True] = tuple(VarlenKernel.of_part(part, layout.device) for part in layout.parts)
+        else:
+            made[False] = tuple(k for part in layout.parts for k in RectangleKernel.of_part(part))
+    kernels = made[varlen]
     out: Tensor = _Merged.apply(query, key, value, kernels, scale)
     return out.flatten(1)
 

@@ -135,7 +135,12 @@ class SigmoidRouter(PackRouter):
         hidden = None if padding_mask is None else padding_mask.reshape(-1)
         logits = self.apply_z_loss(logits, padding_mask=hidden)
         scores = logits.float().sigmoid()
-        chosen = self._choice(scores.detach())
+        biased = scores.detach() + self.expert_bias
+        if self.router_replay is None:
+            chosen = self._best(biased, self.topk)[1]
+        else:
+            replayed = self.router_replay.get_replay_topk
+            chosen = replayed(biased, self.topk, default_compute_topk=self._best)[1]
         weights = scores.gather(1, chosen)
         if not self.config.moe_router_pre_softmax:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -147,16 +152,6 @@ class SigmoidRouter(PackRouter):
             balanced = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
             probs = self._apply_aux_loss(probs, balanced * seen, chosen_map & seen)
         return probs, chosen_map
-
-    def _choice(self, scores: Tensor) -> Tensor:
-        """The experts with the best biased scores, or the replayed experts: int64 [T, topk]."""
-        biased = scores + self.expert_bias
-        if self.router_replay is None:
-            return self._best(biased, self.topk)[1]
-        chosen: Tensor = self.router_replay.get_replay_topk(
-            biased, self.topk, default_compute_topk=self._best
-        )[1]
-        return chosen
 
     def _best(self, biased: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
         """The best experts of the best groups; a group is scored by its two best experts."""

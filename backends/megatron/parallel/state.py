@@ -174,9 +174,11 @@ class ParallelState:
         if dist.is_initialized():
             rank = dist.get_rank()
             groups["control_group"] = _control_group(timeout_s)
-            coordinates = coordinates or _gather_coordinates(
-                dp_rank, pp_rank, groups["control_group"]
-            )
+            if not coordinates:
+                own = torch.tensor([dp_rank, pp_rank])
+                gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+                dist.all_gather(gathered, own, group=groups["control_group"])
+                coordinates = [(int(index), int(stage)) for index, stage in gathered]
         else:
             shard = layout["cp_rank"] * layout["tp_size"] + layout["tp_rank"]
             shards = range(cp_size * layout["tp_size"])
@@ -187,7 +189,13 @@ class ParallelState:
             made = [groups["control_group"]]
             if dp_size > 1:
                 made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
-            groups |= {"replica_group": made[dp_rank], **_ask_groups(mpu)}
+            groups["replica_group"] = made[dp_rank]
+            # A stub may lack some or all of Megatron's groups.
+            for name, (function, arguments) in _MPU_GROUPS.items():
+                asked = getattr(mpu, function, None)
+                group = asked(**arguments) if callable(asked) else None
+                if isinstance(group, ProcessGroup):
+                    groups[name] = group
         return cls(
             rank=rank,
             world_size=len(coordinates),
@@ -252,17 +260,6 @@ def _ask_axis(
     return size, rank
 
 
-def _ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
-    """Return Megatron's process groups by our names; a stub may lack some or all."""
-    found: dict[str, ProcessGroup] = {}
-    for name, (function, arguments) in _MPU_GROUPS.items():
-        asked = getattr(mpu, function, None)
-        group = asked(**arguments) if callable(asked) else None
-        if isinstance(group, ProcessGroup):
-            found[name] = group
-    return found
-
-
 def _control_group(timeout_s: float) -> ProcessGroup:
     """The default group if it has gloo for tensors on the CPU, or a gloo group of all ranks.
 
@@ -284,13 +281,6 @@ def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> Process
     timeout = timedelta(seconds=timeout_s)
     with meeting_briefly():
         return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
-
-
-def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
-    """Gather (data-parallel index, stage) of every rank. Collective."""
-    coordinates = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(coordinates, torch.tensor([dp_rank, pp_rank]), group=control)
-    return [(int(index), int(stage)) for index, stage in coordinates]
 
 
 def _replicas(

@@ -133,33 +133,25 @@ class ScheduledOptimizer:
         schedule unchanged; the norm is all-reduced, so all ranks agree. If no term of the loss has
         a gradient, a step would still move the weights by the moments of earlier steps. Collective.
         """
-        with self.state.on_device():
-            return self._step()
-
-    def _step(self) -> StepReport:
         lr = learning_rate(self.config, self.steps_taken, self.total_steps)
-        self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
-        if not math.isfinite(norm) or norm == 0.0:
-            return StepReport(lr, norm, skipped=True)
-        self._clip(norm)
-        for group in self.megatron.param_groups:
-            group["lr"] = lr * group["lr_mult"]
-            # Megatron's scheduler, which is not used, would set this. Without `wd_mult` norms and
-            # biases would decay.
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-        self.megatron.step_with_ready_grads()
+        with self.state.on_device():
+            self.megatron.prepare_grads()
+            norm = float(self.megatron.get_grad_norm())
+            if not math.isfinite(norm) or norm == 0.0:
+                return StepReport(lr, norm, skipped=True)
+            scale = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else 1.0
+            parameters = [p for part in self.parts for p in part.get_parameters()]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if scale < 1.0 and gradients:
+                torch._foreach_mul_(gradients, scale)
+            for group in self.megatron.param_groups:
+                group["lr"] = lr * group["lr_mult"]
+                # Megatron's scheduler, which is not used, would set this. Without `wd_mult` norms
+                # and biases would decay.
+                group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+            self.megatron.step_with_ready_grads()
         self.steps_taken += 1
         return StepReport(lr, norm, skipped=False)
-
-    def _clip(self, norm: float) -> None:
-        scale = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else 1.0
-        if scale < 1.0:
-            gradients = [
-                p.grad for part in self.parts for p in part.get_parameters() if p.grad is not None
-            ]
-            if gradients:
-                torch._foreach_mul_(gradients, scale)
 
     def _own_tensors(self) -> Iterator[Tensor]:
         for part in self.parts:
@@ -173,14 +165,6 @@ class ScheduledOptimizer:
     def zero_grad(self) -> None:
         """Drop the gradients of the last step."""
         self.megatron.zero_grad()
-
-    @property
-    def counts_in_groups(self) -> bool:
-        """Whether AdamW counts steps per group: Transformer Engine's and Apex's do.
-
-        torch's AdamW counts per parameter.
-        """
-        return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
         """Create the moments to load a checkpoint into: AdamW has none before a step."""
@@ -197,9 +181,11 @@ class ScheduledOptimizer:
         self.steps_taken = steps
         if not steps:
             return
+        # torch's AdamW counts per parameter, Transformer Engine's and Apex's per group.
+        in_groups = not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
         for part in self.parts:
             for group in part.param_groups:
-                if self.counts_in_groups:
+                if in_groups:
                     group["step"] = steps
                     continue
                 # Each parameter needs a separate tensor, since AdamW counts in place; fused AdamW

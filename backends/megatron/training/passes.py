@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -50,13 +49,6 @@ class Model:
     optimizer: ScheduledOptimizer | None = None  # None: frozen
     # Weights, then gradients if there are any; empty while the model is being built.
     _offloadable: list[OffloadedTensors] = field(default_factory=list)
-
-    def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
-        """Make the model trainable."""
-        self.optimizer = optimizer
-        self.config.finalize_model_grads_func = finalize_model_grads
-        # fp32 gradients need no loss scale.
-        self.config.grad_scale_func = None
 
     def make_offloadable(self, device: torch.device, *, offload: bool) -> None:
         """Make weights and gradient buffers offloadable; `offload`: offload them between uses."""
@@ -172,8 +164,15 @@ def score_pass(
         return first, lambda _, non_loss_data: whole(micro, output)
 
     whole = _over_context(model)
-    with _evaluating(model), torch.no_grad():
-        return _run(model, forward_step, micro_batches, forward_only=True)
+    trained = [module for module in model.modules if module.training]
+    for module in trained:
+        module.eval()
+    try:
+        with torch.no_grad():
+            return _run(model, forward_step, micro_batches, forward_only=True)
+    finally:
+        for module in trained:
+            module.train()
 
 
 def training_pass(
@@ -265,18 +264,6 @@ def _run(
     for chunk in model.chunks:
         chunk.set_input_tensor([None])
     return outputs
-
-
-@contextmanager
-def _evaluating(model: Model) -> Iterator[None]:
-    trained = [module for module in model.modules if module.training]
-    for module in trained:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.train()
 
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -125,7 +125,9 @@ class WeightExporter:
         self._ranks = self._gather_coordinates()
         self._sources = self._find_sources()
         self._found: dict[tuple[int, int | None, Split], list[int]] = {}
-        self._senders = self._find_senders()
+        # The ranks other than rank 0 that contribute to a bucket.
+        ranks = {rank for source in self._sources.values() for rank in self._contributors(source)}
+        self._senders = sorted(ranks - {0})
         self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
         # Bucket index -> the parts of each sending rank.
         self._plans: dict[int, dict[int, list[_Part]]] = {}
@@ -324,28 +326,25 @@ class WeightExporter:
         return self._plans[bucket.index]
 
     def _contributors(self, source: _Source) -> list[int]:
-        """The ranks that send a part of a tensor."""
-        kind = (source.stage, self._owner(source.entry), source.entry.split)
+        """The ranks that send a part of a tensor; of ranks with equal parts the first does."""
+        expert = source.entry.expert
+        split = source.entry.split
+        # The expert-parallel rank that holds an expert's weight; None for a dense weight.
+        owner = None if expert is None else expert * self.parallel.ep_size // self.arch.num_experts
+
+        def contributes(at: _Coordinates) -> bool:
+            if owner is not None:
+                return (at.ep, at.expert_replica) == (owner, 0)
+            return at.replica == 0 and (split is not Split.REPLICATED or at.tp == 0)
+
+        kind = (source.stage, owner, split)
         if kind not in self._found:
             self._found[kind] = [
-                rank for rank, at in enumerate(self._ranks) if self._contributes(at, source)
+                rank
+                for rank, at in enumerate(self._ranks)
+                if at.stage == source.stage and contributes(at)
             ]
         return self._found[kind]
-
-    def _contributes(self, at: _Coordinates, source: _Source) -> bool:
-        """Whether a rank sends its part of a tensor; of ranks with equal parts the first does."""
-        entry = source.entry
-        if at.stage != source.stage:
-            return False
-        if entry.expert is not None:
-            return (at.ep, at.expert_replica) == (self._owner(entry), 0)
-        return at.replica == 0 and (entry.split is not Split.REPLICATED or at.tp == 0)
-
-    def _owner(self, entry: Entry) -> int | None:
-        """The expert-parallel rank that holds an expert's weight; None for a dense weight."""
-        if entry.expert is None:
-            return None
-        return entry.expert * self.parallel.ep_size // self.arch.num_experts
 
     def _slice(self, entry: Entry, shape: tuple[int, ...], at: _Coordinates) -> Slice:
         p = self.parallel
@@ -408,11 +407,6 @@ class WeightExporter:
                 {name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)}
             )
         return sources
-
-    def _find_senders(self) -> list[int]:
-        """The ranks other than rank 0 that contribute to a bucket."""
-        ranks = {rank for source in self._sources.values() for rank in self._contributors(source)}
-        return sorted(ranks - {0})
 
     def _make_group(self) -> ProcessGroup | None:
         """Create the group of rank 0 and the senders; None if no rank sends. Collective.

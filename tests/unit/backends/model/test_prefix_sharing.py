@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from backends.megatron.checks.prefixes import choose_prefix_sharing
+from backends.megatron.model.layers import Layers, choose_prefix_sharing
 from rlcore.config import Config
 from rlcore.config.load import load_config
 from rlcore.errors import ConfigError
 
 KEYS = ["run.name=x", "data.paths=x", "model.path=x", "training.steps=1"]
+LAYERS: dict[bool, Any] = {True: "transformer_engine", False: "local"}
 ROUTER = "policy.megatron.moe_aux_loss_coeff=0.01"
 
 
@@ -36,7 +39,7 @@ def test_yaml_reads_on_and_off_as_booleans(written: str) -> None:
 def test_the_choice_and_its_reason(
     overrides: tuple[str, ...], engine: bool, on: bool, said: str
 ) -> None:
-    choice = choose_prefix_sharing(config(*overrides), transformer_engine=engine)
+    choice = choose_prefix_sharing(config(*overrides), Layers(LAYERS[engine], ""))
     assert choice.on is on
     assert said in str(choice)
 
@@ -47,5 +50,5 @@ def test_what_cannot_share_refuses_on(overrides: tuple[str, ...], engine: bool) 
         ConfigError, match=r"policy.share_prefixes: on, but .*; set it to auto or of"
     ):
         choose_prefix_sharing(
-            config("policy.share_prefixes=on", *overrides), transformer_engine=engine
+            config("policy.share_prefixes=on", *overrides), Layers(LAYERS[engine], "")
         )
