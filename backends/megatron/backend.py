@@ -17,22 +17,12 @@ with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from backends.megatron.batch.local_batch import LocalBatch, plan_rules
-    from backends.megatron.build import (
-        BuildContext,
-        build_critic,
-        build_frozen,
-        build_policy,
-    )
-    from backends.megatron.checkpoint.save_load import (
-        Saved,
-        load_checkpoint,
-        save_checkpoint,
-        saved_layout,
-        start_checkpoint,
-    )
+    from backends.megatron.build import BuildContext, build_critic, build_frozen, build_policy
+    from backends.megatron.checkpoint import save_load
     from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
+    from backends.megatron.model import routing_replay as replay
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.fused import fused_kernels
     from backends.megatron.model.head import HeadOptions
@@ -43,27 +33,11 @@ with importing_megatron():
         layers_of,
     )
     from backends.megatron.model.moe import forget_tokens, mean_losses
-    from backends.megatron.model.routing_replay import (
-        Routing,
-        changed_share,
-        check_records,
-        own_routing,
-        recording,
-        replaying,
-    )
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.training import passes
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
-    from backends.megatron.training.passes import (
-        Frozen,
-        Model,
-        critic_loss,
-        policy_loss,
-        score_pass,
-        shared_moments,
-        step_distance,
-        training_pass,
-    )
+    from backends.megatron.training.passes import Frozen, Model
     from backends.megatron.weights.export import WeightExporter
     from backends.megatron.weights.folder import export_hf
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
@@ -173,7 +147,7 @@ class MegatronBackend:
         if the records of routed experts do not fit this model.
         """
         if batch is not None and self.config.policy.routing_replay == "engine":
-            check_records(batch, self.policy.arch)
+            replay.check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
         self._local_batch = LocalBatch(
             batch,
@@ -201,12 +175,14 @@ class MegatronBackend:
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
         head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
         outputs: list[Any] = []
-        routing: Routing = own_routing
+        routing: replay.Routing = replay.own_routing
         if model == "policy":
-            routing = replaying if self.config.policy.routing_replay == "engine" else recording
+            records = self.config.policy.routing_replay == "engine"
+            routing = replay.replaying if records else replay.recording
         with self._on_device(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
-                outputs += score_pass(module, self._batch.micro_batches(k), head, routing=routing)
+                packs = self._batch.micro_batches(k)
+                outputs += passes.score_pass(module, packs, head, routing=routing)
         own = None
         if self.parallel.is_last_stage:
             vectors = [(out,) if isinstance(out, Tensor) else out for out in outputs]
@@ -225,18 +201,18 @@ class MegatronBackend:
         reports: dict[str, StepReport] = {}
         with megatron_device(self.device), expected_warnings_off():
             if train_policy:
-                loss = policy_loss(self.objective, self._batch, minibatch, moments)
+                loss = passes.policy_loss(self.objective, self._batch, minibatch, moments)
                 with self.policy.on_device(training=True) as policy:
                     reports["policy"] = self._train(policy, minibatch, loss)
                 self._batch.updates.moved |= not reports["policy"].skipped
             if self.critic is not None:
-                loss = critic_loss(self.config.critic, self._batch, moments)
+                loss = passes.critic_loss(self.config.critic, self._batch, moments)
                 with self.critic.on_device(training=True) as critic:
                     reports["critic"] = self._train(critic, minibatch, loss)
         if self._prefixes().on and self.parallel.is_last_stage:
             for micro in self._batch.micro_batches(minibatch):
                 moments.add("perf/shared_tokens", micro.repeated)
-        moments = shared_moments(moments, self.parallel)
+        moments = passes.shared_moments(moments, self.parallel)
         metrics = moments.reduce()
         if "policy" in reports:
             metrics["lr"] = reports["policy"].lr
@@ -245,7 +221,7 @@ class MegatronBackend:
             losses = mean_losses(self.policy.chunks, self.policy.arch, step_tokens)
             metrics |= {f"train/{name}": value for name, value in losses.items()}
             if self.config.policy.routing_replay != "none":
-                changed = changed_share(self.policy.chunks, self.policy.arch, step_tokens)
+                changed = replay.changed_share(self.policy.chunks, self.policy.arch, step_tokens)
                 metrics["train/routing_replay_changed"] = changed
         if "critic" in reports:
             metrics["train/critic_lr"] = reports["critic"].lr
@@ -256,14 +232,14 @@ class MegatronBackend:
     def step_distance(self) -> Moments:
         """Measure how far the updates of the loaded batch moved the policy, as `step_kl`."""
         with self._on_device("policy") as policy, megatron_device(self.device):
-            return step_distance(policy, self._batch, self._head, self.parallel)
+            return passes.step_distance(policy, self._batch, self._head, self.parallel)
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
         """Return `ratio` and `clipped` of each token at its last update. Collective."""
         return self._batch.collect_updates()
 
     def _train(self, model: Model, minibatch: int, loss: Any) -> StepReport:
-        return training_pass(
+        return passes.training_pass(
             model,
             self._batch.micro_batches(minibatch),
             self._head,
@@ -298,12 +274,14 @@ class MegatronBackend:
     def save(self, folder: Path) -> None:
         """Write policy and critic, with optimizers and schedules, as a distributed checkpoint."""
         with megatron_device(self.device), self._all_on_device():
-            save_checkpoint(folder, self._saved, self.parallel)
+            save_load.save_checkpoint(folder, self._saved, self.parallel)
 
     def start_save(self, folder: Path) -> None:
         """Like `save`, but a thread writes from a host copy; `finish_save` completes the save."""
         with megatron_device(self.device), self._all_on_device():
-            self._pending = start_checkpoint(folder, self._saved, self.parallel, self._host_copies)
+            self._pending = save_load.start_checkpoint(
+                folder, self._saved, self.parallel, self._host_copies
+            )
 
     def save_seconds(self) -> float | None:
         """The seconds that this rank's writing took; None while it is in progress. Not collective.
@@ -328,7 +306,7 @@ class MegatronBackend:
     def load(self, folder: Path) -> None:
         """The inverse of `save`, under the current layout. Frozen models do not change."""
         with megatron_device(self.device), self._all_on_device():
-            load_checkpoint(folder, self._saved, self.parallel)
+            save_load.load_checkpoint(folder, self._saved, self.parallel)
 
     @property
     def _trained(self) -> dict[str, Model]:
@@ -345,9 +323,9 @@ class MegatronBackend:
         return stack
 
     @property
-    def _saved(self) -> list[Saved]:
+    def _saved(self) -> list[save_load.Saved]:
         return [
-            Saved(name, model.arch, model.chunks, model.optimizer)
+            save_load.Saved(name, model.arch, model.chunks, model.optimizer)
             for name, model in self._trained.items()
         ]
 
@@ -400,7 +378,7 @@ class MegatronBackend:
         checkpoint = self.config.policy.checkpoint
         weights = self.config.model.path
         if checkpoint is not None:
-            weights = f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
+            weights = f"{checkpoint}, saved at {save_load.saved_layout(Path(checkpoint))}"
         dtype = DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
         layers = self._layers()
