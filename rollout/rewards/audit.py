@@ -176,13 +176,24 @@ class RewardAudit:
         # by kind: the best answer of each row, and whether it pays
         by_kind: dict[Kind, list[tuple[Scored, bool]]] = defaultdict(list)
         for answers in rows.values():
-            pays = _paying(answers)
+            paying = _paying(answers)
             # among equal rewards the shortest answer sorts last and is kept
             ranked = sorted(answers, key=lambda one: (one.sample.reward, -len(one.answer.text)))
             for one in {one.answer.kind: one for one in ranked}.values():
-                by_kind[one.answer.kind].append((one, pays(one.sample)))
-        chance = max(CHANCE, _commonest(scored))
-        return [_finding(kind, by_kind[kind], chance) for kind in KINDS if kind in by_kind]
+                by_kind[one.answer.kind].append((one, paying(one.sample)))
+        # the share of the rows that a constant answer gets right: those with the commonest label
+        labels = {one.row: str(one.sample.label) for one in scored if one.answer.kind is RIGHT}
+        common = max(Counter(labels.values()).values()) if len(labels) > 1 else 0
+        chance = max(CHANCE, common / max(len(labels), 1))
+        found = []
+        for kind in KINDS:
+            if kind in by_kind:
+                best = max(by_kind[kind], key=lambda one: (one[1], one[0].sample.reward))[0]
+                tried = len(by_kind[kind])
+                paid = sum(pays for _, pays in by_kind[kind])
+                pays = kind.verdict == "wrong" and paid > chance * tried
+                found.append(Finding(kind, tried, paid, best, pays))
+        return found
 
     @cached_property
     def _answers(self) -> AuditAnswers:
@@ -227,20 +238,6 @@ def _paying(answers: Sequence[Scored]) -> Callable[[Sample], bool]:
     return lambda sample: (
         (sample.reward > half or sample.reward >= most) and sample.reward > min(least, 0.0)
     )
-
-
-def _commonest(scored: Sequence[Scored]) -> float:
-    """The share of the rows that a constant answer gets right: those with the commonest label."""
-    labels = {one.row: one.sample.label for one in scored if one.answer.kind is RIGHT}
-    counts = Counter(map(str, labels.values()))
-    return max(counts.values()) / len(labels) if len(labels) > 1 else 0.0
-
-
-def _finding(kind: Kind, rows: Sequence[tuple[Scored, bool]], chance: float) -> Finding:
-    paid = sum(pays for _, pays in rows)
-    best = max(rows, key=lambda found: (found[1], found[0].sample.reward))[0]
-    pays = kind.verdict == "wrong" and paid > chance * len(rows)
-    return Finding(kind, len(rows), paid, best, pays)
 
 
 def _sample(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import orjson
@@ -109,68 +108,6 @@ def workflow_outcome(name: str, sample: Sample) -> Score:
     if isinstance(found, Verdict) and "correct" in outcome:
         return Verdict(found.score, bool(outcome["correct"]))
     return found
-
-
-class BatchedPart(RewardPart):
-    """A part that scores several samples in one call, across groups.
-
-    Samples that wait while all calls are busy form the next batch.
-
-    Args:
-        batch_size: limit of samples in a call.
-        concurrency: limit of concurrent calls.
-    """
-
-    def __init__(self, *, batch_size: int, concurrency: int = 1) -> None:
-        self._batch_size = batch_size
-        self._concurrency = concurrency
-        self._waiting: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
-        self._senders: set[asyncio.Task[None]] = set()
-
-    async def _ask(self, samples: list[Sample]) -> list[Score]:
-        """The score or failure of each sample of a batch; may raise."""
-        raise NotImplementedError
-
-    async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
-        self._waiting.extend(zip(samples, futures))
-        calls = -(-len(self._waiting) // self._batch_size)
-        for _ in range(min(calls, self._concurrency - len(self._senders))):
-            self._senders.add(loop.create_task(self._send()))
-        return list(await asyncio.gather(*futures))
-
-    async def _send(self) -> None:
-        try:
-            # let groups that finish in this iteration of the loop join the first batch
-            await asyncio.sleep(0)
-            while self._waiting:
-                size = min(len(self._waiting), self._batch_size)
-                calls = [self._waiting.popleft() for _ in range(size)]
-                if calls := [call for call in calls if not call[1].done()]:
-                    await self._send_batch(calls)
-        finally:
-            # in the same iteration of the loop, since `score` starts a new sender in the next
-            self._senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
-
-    async def _send_batch(self, calls: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
-        try:
-            scores = await attempted(self._ask([sample for sample, _ in calls]))
-        except asyncio.CancelledError:
-            for _, future in calls:
-                future.cancel()
-            raise
-        if isinstance(scores, RewardFailure):
-            scores = [scores] * len(calls)
-        for (_, future), score in zip(calls, scores, strict=True):
-            if not future.done():
-                future.set_result(score)
-
-    async def close(self) -> None:
-        """Cancel the calls."""
-        for sender in list(self._senders):
-            sender.cancel()
-        await asyncio.gather(*self._senders, return_exceptions=True)
 
 
 # --- failures -------------------------------------------------------------------------------------

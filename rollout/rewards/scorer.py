@@ -185,12 +185,23 @@ class Scorer:
             for sample in given:
                 together = sample.rollout_id if sample.turn_spans else id(sample)
                 rollouts.setdefault((kind, together), []).append(sample)
-        scored = [_one_of(parts) for parts in rollouts.values()]
+        scored = []
+        for parts in rollouts.values():
+            last = parts[-1]
+            if len(parts) > 1:
+                # the last sample, with the measurements of the whole conversation
+                measured = {key: value for part in parts for key, value in part.measured.items()}
+                last = replace(last, measured=measured, metadata=dict(last.metadata))
+            scored.append(last)
         counts = await self._score_each(scored)
         for one, parts in zip(scored, rollouts.values()):
+            verdict = {key: one.metadata[key] for key in VERDICTS if key in one.metadata}
             for sample in parts:
                 if sample is not one:
-                    _copy_score(one, sample)
+                    _forget_verdicts(sample)
+                    sample.reward = one.reward
+                    sample.reward_parts = dict(one.reward_parts)
+                    sample.metadata |= verdict
         return counts
 
     async def _score_each(self, samples: Sequence[Sample]) -> FailureCounts:
@@ -315,21 +326,6 @@ def _forget_verdicts(sample: Sample) -> None:
     """Remove data columns that have the name of a verdict."""
     for key in VERDICTS:
         sample.metadata.pop(key, None)
-
-
-def _one_of(parts: Sequence[Sample]) -> Sample:
-    """The last sample of a conversation, with the measurements of all of it."""
-    if len(parts) == 1:
-        return parts[0]
-    measured = {name: value for part in parts for name, value in part.measured.items()}
-    return replace(parts[-1], measured=measured, metadata=dict(parts[-1].metadata))
-
-
-def _copy_score(scored: Sample, sample: Sample) -> None:
-    _forget_verdicts(sample)
-    sample.reward = scored.reward
-    sample.reward_parts = dict(scored.reward_parts)
-    sample.metadata |= {key: scored.metadata[key] for key in VERDICTS if key in scored.metadata}
 
 
 # --- construction ---------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlcore.config.sections.reward_services import (
     PLACEHOLDER,
@@ -20,11 +22,11 @@ from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.tls import client_context
 from rollout.json_client import JsonClient, NoAnswer
 from rollout.rewards.base import (
-    BatchedPart,
     RewardFailure,
     RewardPart,
     Score,
     Verdict,
+    attempted,
     checked,
     each,
 )
@@ -77,8 +79,10 @@ def failure(
 # --- services -------------------------------------------------------------------------------------
 
 
-class ServicePart(BatchedPart):
+class ServicePart(RewardPart):
     """Sends samples to a service, several groups together in one request.
+
+    Samples that wait while all calls are busy form the next request.
 
     slime's `remote_rm` takes one sample per request; the reward is the answer, or under a key.
     OpenRLHF's `--remote_rm_url` takes lists of texts, prompts and labels, and returns a list of
@@ -91,11 +95,47 @@ class ServicePart(BatchedPart):
     """
 
     def __init__(self, name: str, config: RewardServiceConfig) -> None:
-        super().__init__(batch_size=config.batch_size, concurrency=config.concurrency)
         self._config = config
         self._where = f"reward.parts.{name}.service"
         self._client = client_of(self._where, config)
         self._texts = texts(config.tokenizer, f"{self._where}.tokenizer")
+        self._waiting: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
+        self._waiting.extend(zip(samples, futures))
+        calls = -(-len(self._waiting) // self._config.batch_size)
+        for _ in range(min(calls, self._config.concurrency - len(self._senders))):
+            self._senders.add(loop.create_task(self._send()))
+        return list(await asyncio.gather(*futures))
+
+    async def _send(self) -> None:
+        try:
+            # let groups that finish in this iteration of the loop join the first batch
+            await asyncio.sleep(0)
+            while self._waiting:
+                size = min(len(self._waiting), self._config.batch_size)
+                calls = [self._waiting.popleft() for _ in range(size)]
+                if calls := [call for call in calls if not call[1].done()]:
+                    await self._send_batch(calls)
+        finally:
+            # in the same iteration of the loop, since `score` starts a new sender in the next
+            self._senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _send_batch(self, calls: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
+        try:
+            scores = await attempted(self._ask([sample for sample, _ in calls]))
+        except asyncio.CancelledError:
+            for _, future in calls:
+                future.cancel()
+            raise
+        if isinstance(scores, RewardFailure):
+            scores = [scores] * len(calls)
+        for (_, future), score in zip(calls, scores, strict=True):
+            if not future.done():
+                future.set_result(score)
 
     async def _ask(self, samples: list[Sample]) -> list[Score]:
         try:
@@ -140,7 +180,10 @@ class ServicePart(BatchedPart):
         return [embedding[0] for embedding in found]
 
     async def close(self) -> None:
-        await super().close()
+        """Cancel the calls, and close the connections."""
+        for sender in list(self._senders):
+            sender.cancel()
+        await asyncio.gather(*self._senders, return_exceptions=True)
         await self._client.close()
 
 
@@ -216,22 +259,20 @@ class JudgePart(RewardPart):
         return await each(samples, self._rate)
 
     async def _rate(self, sample: Sample) -> Score:
-        try:
-            answer = await self._client.post(self._request(sample), "/chat/completions")
-            said = _content(answer)
-        except (NoAnswer, ValueError) as error:
-            return failure(error, "judge", self._config, self._where)
-        return self._read(said)
-
-    def _request(self, sample: Sample) -> dict[str, Any]:
         config = self._config
-        return {
+        body = {
             "model": config.model,
             "messages": [{"role": "user", "content": filled(config.template, sample)}],
             "temperature": 0.0,
             "max_tokens": config.max_tokens,
             **config.extra_body,
         }
+        try:
+            answer = await self._client.post(body, "/chat/completions")
+            said = _content(answer)
+        except (NoAnswer, ValueError) as error:
+            return failure(error, "judge", config, self._where)
+        return self._read(said)
 
     def _read(self, said: str) -> Score:
         config = self._config

@@ -106,23 +106,16 @@ def open_socket(inherited: int) -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def limit_memory(gigabytes: float) -> None:
-    """Make allocations beyond the limit fail.
-
-    RLIMIT_DATA counts private writable memory; the address space also counts the gigabytes that
-    CUDA and torch only reserve.
-    """
-    limit = int(gigabytes * 2**30)
+def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, RewardFunction]:
+    """The functions by part; {} after reporting an error."""
+    sys.path[:] = setup["sys_path"]
+    # Allocations beyond the limit fail. RLIMIT_DATA counts private writable memory; the address
+    # space also counts the gigabytes that CUDA and torch only reserve.
+    limit = int(setup["memory_gb"] * 2**30)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, RewardFunction]:
-    """The functions by part; {} after reporting an error."""
-    sys.path[:] = setup["sys_path"]
-    limit_memory(setup["memory_gb"])
     try:
         functions = {
             part: load_function(path, args, key=f"reward.parts.{part}.function")

@@ -134,8 +134,8 @@ class Confinement:
         return [*self.prefix(), self.python.path, "-I", "-S", "-c", source, str(status)]
 
     def prefix(self) -> list[str]:
-        """The command that creates the namespaces."""
-        raise NotImplementedError
+        """The command that creates the namespaces; empty without any."""
+        return []
 
     def mounts(self) -> dict[str, Any] | None:
         """The plan of the root folder for `inside.py`; None: `inside.py` creates none."""
@@ -268,11 +268,7 @@ class ResourceLimits(Confinement):
     supervised = True
     own_user = False
 
-    def prefix(self) -> list[str]:
-        return []
-
     def process_limit(self) -> int | None:
-        """RLIMIT_NPROC; root has none, and another user's processes are all counted."""
         return None if os.geteuid() == 0 else tasks_of_this_user() + self.processes
 
 

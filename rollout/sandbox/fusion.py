@@ -92,7 +92,7 @@ class FusionSandbox:
         try:
             status = answer["status"]
             if status == "SandboxError":
-                raise _failed(f"SandboxError: {str(answer.get('message'))[:200]}")
+                raise NoAnswer(f"SandboxError: {str(answer.get('message'))[:200]}", again=True)
             if status not in ("Success", "Failed"):
                 raise ValueError(f"status {str(status)[:40]!r}")
             compiled = answer.get("compile_result")
@@ -103,13 +103,14 @@ class FusionSandbox:
             if outcome.status != "limit" and outcome.succeeded != (status == "Success"):
                 raise ValueError(f"status {status} of a program that ended with {outcome}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _failed(f"the answer is invalid: {error!r}"[:300]) from error
+            raise NoAnswer(f"the answer is invalid: {error!r}"[:300], again=True) from error
         return outcome
 
     def _result(self, result: dict[str, Any]) -> Outcome:
         """The outcome of a step, compilation or run. Raises ValueError for an invalid result."""
         if result["status"] not in RUN_STATUS:
-            raise _failed(f"{str(result['status'])[:40]}: {str(result.get('stderr'))[:200]}")
+            said = f"{str(result['status'])[:40]}: {str(result.get('stderr'))[:200]}"
+            raise NoAnswer(said, again=True)
         status = RUN_STATUS[result["status"]]
         code = result.get("return_code")
         stdout = result.get("stdout") or ""
@@ -128,11 +129,6 @@ class FusionSandbox:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _failed(reason: str) -> NoAnswer:
-    """A failure of the server, which says nothing about the program."""
-    return NoAnswer(reason, again=True)
 
 
 def _text(text: str) -> str:

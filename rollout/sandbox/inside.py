@@ -97,7 +97,9 @@ def make_root(plan: dict[str, Any]) -> None:
     if plan["proc"]:
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
         if plan["own_users"]:
-            forbid_namespaces(f"{root}/proc")
+            # in a new user namespace a program would be root again
+            with open(f"{root}/proc/sys/user/max_user_namespaces", "w") as file:
+                file.write("0")
     os.chdir(root)
     checked(libc.pivot_root(b".", b"."), "pivot_root")
     checked(libc.umount2(b".", MNT_DETACH), "umount")
@@ -132,12 +134,6 @@ def show(source: str, target: str, devices: bool = False) -> None:
         ctypes.c_size_t(32),
     )
     checked(result, f"make {target} read-only")
-
-
-def forbid_namespaces(proc: str) -> None:
-    """Forbid new user namespaces, in which a program would be root again."""
-    with open(f"{proc}/sys/user/max_user_namespaces", "w") as file:
-        file.write("0")
 
 
 def enter_folder(task: dict[str, Any]) -> None:
@@ -201,7 +197,12 @@ def supervise(status: int, seconds: int) -> None:
     os.close(status)
     # its memory holds the task, which the program must not read
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    signal.signal(signal.SIGALRM, lambda *_: give_up())
+
+    def give_up(*_: object) -> None:
+        end_all()
+        os._exit(124)
+
+    signal.signal(signal.SIGALRM, give_up)
     signal.alarm(seconds)
     code = 125
     while True:
@@ -211,12 +212,6 @@ def supervise(status: int, seconds: int) -> None:
             break
     end_all()
     os._exit(code if code >= 0 else 128 - code)
-
-
-def give_up() -> None:
-    """Kill all processes, including this one."""
-    end_all()
-    os._exit(124)
 
 
 def end_all() -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -51,23 +50,19 @@ Relation = Literal["less than", "at least"]
 Quantifier = Literal["at least", "around", "at most"]
 
 
-@dataclass(frozen=True)
 class Constraint:
     """A check of a text against a constraint with parameters of these types."""
 
-    holds: Callable[..., bool]
-    types: Mapping[str, Any]
+    def __init__(self, holds: Callable[..., bool], **types: Any) -> None:
+        self.holds = holds
+        self._types = types
 
     @cached_property
     def parameters(self) -> type[BaseModel]:
         """A model that validates the parameters strictly."""
-        fields: dict[str, Any] = {name: (kind, ...) for name, kind in self.types.items()}
+        fields: dict[str, Any] = {name: (kind, ...) for name, kind in self._types.items()}
         config = ConfigDict(strict=True, extra="forbid")
         return create_model("Parameters", __config__=config, **fields)
-
-
-def _constraint(holds: Callable[..., bool], **types: Any) -> Constraint:
-    return Constraint(holds, types)
 
 
 # --- shared helpers -------------------------------------------------------------------------------
@@ -157,10 +152,10 @@ def _highlights(text: str) -> int:
 
 
 IFEVAL: dict[str, Constraint] = {
-    "keywords:existence": _constraint(
+    "keywords:existence": Constraint(
         lambda text, keywords: all(_occurrences(text, one) for one in keywords), keywords=Phrases
     ),
-    "keywords:frequency": _constraint(
+    "keywords:frequency": Constraint(
         lambda text, keyword, frequency, relation: _compare(
             _occurrences(text, keyword.strip()), relation, frequency
         ),
@@ -168,7 +163,7 @@ IFEVAL: dict[str, Constraint] = {
         frequency=Count,
         relation=Relation,
     ),
-    "keywords:forbidden_words": _constraint(
+    "keywords:forbidden_words": Constraint(
         lambda text, forbidden_words: (
             not any(
                 re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)
@@ -177,7 +172,7 @@ IFEVAL: dict[str, Constraint] = {
         ),
         forbidden_words=Phrases,
     ),
-    "keywords:letter_frequency": _constraint(
+    "keywords:letter_frequency": Constraint(
         lambda text, letter, let_frequency, let_relation: _compare(
             text.lower().count(letter.strip().lower()), let_relation, let_frequency
         ),
@@ -186,45 +181,45 @@ IFEVAL: dict[str, Constraint] = {
         let_relation=Relation,
     ),
     # text without a detectable language passes
-    "language:response_language": _constraint(
+    "language:response_language": Constraint(
         lambda text, language: _language(text) in (language, None), language=Language
     ),
-    "length_constraints:number_sentences": _constraint(
+    "length_constraints:number_sentences": Constraint(
         lambda text, num_sentences, relation: _compare(_sentences(text), relation, num_sentences),
         num_sentences=Count,
         relation=Relation,
     ),
-    "length_constraints:number_paragraphs": _constraint(
+    "length_constraints:number_paragraphs": Constraint(
         lambda text, num_paragraphs: (
             (parts := _parts(text, r"\s?\*\*\*\s?")) is not None and len(parts) == num_paragraphs
         ),
         num_paragraphs=Count,
     ),
-    "length_constraints:number_words": _constraint(
+    "length_constraints:number_words": Constraint(
         lambda text, num_words, relation: _compare(
             len(re.findall(r"\w+", text)), relation, num_words
         ),
         num_words=Count,
         relation=Relation,
     ),
-    "length_constraints:nth_paragraph_first_word": _constraint(
+    "length_constraints:nth_paragraph_first_word": Constraint(
         _nth_paragraph_begins, num_paragraphs=Count, nth_paragraph=Ordinal, first_word=Phrase
     ),
-    "detectable_content:number_placeholders": _constraint(
+    "detectable_content:number_placeholders": Constraint(
         lambda text, num_placeholders: _placeholders(text) >= num_placeholders,
         num_placeholders=Count,
     ),
-    "detectable_content:postscript": _constraint(_has_postscript, postscript_marker=Phrase),
-    "detectable_format:number_bullet_lists": _constraint(
+    "detectable_content:postscript": Constraint(_has_postscript, postscript_marker=Phrase),
+    "detectable_format:number_bullet_lists": Constraint(
         lambda text, num_bullets: _bullets(text) == num_bullets, num_bullets=Count
     ),
-    "detectable_format:constrained_response": _constraint(
+    "detectable_format:constrained_response": Constraint(
         lambda text: any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
     ),
-    "detectable_format:number_highlighted_sections": _constraint(
+    "detectable_format:number_highlighted_sections": Constraint(
         lambda text, num_highlights: _highlights(text) >= num_highlights, num_highlights=Count
     ),
-    "detectable_format:multiple_sections": _constraint(
+    "detectable_format:multiple_sections": Constraint(
         lambda text, section_spliter, num_sections: (
             len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text))
             >= num_sections
@@ -233,31 +228,31 @@ IFEVAL: dict[str, Constraint] = {
         num_sections=Count,
     ),
     # with or without a fence
-    "detectable_format:json_format": _constraint(
+    "detectable_format:json_format": Constraint(
         lambda text: _is_json(
             re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
         )
     ),
-    "detectable_format:title": _constraint(
+    "detectable_format:title": Constraint(
         lambda text: any(one.strip("<>").strip() for one in re.findall(r"<<[^\n]+>>", text))
     ),
-    "combination:two_responses": _constraint(_two_parts),
-    "combination:repeat_prompt": _constraint(
+    "combination:two_responses": Constraint(_two_parts),
+    "combination:repeat_prompt": Constraint(
         lambda text, prompt_to_repeat: (
             text.strip().lower().startswith(prompt_to_repeat.strip().lower())
         ),
         prompt_to_repeat=Phrase,
     ),
-    "startend:end_checker": _constraint(
+    "startend:end_checker": Constraint(
         lambda text, end_phrase: (
             text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
         ),
         end_phrase=Phrase,
     ),
-    "startend:quotation": _constraint(
+    "startend:quotation": Constraint(
         lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"'
     ),
-    "change_case:capital_word_frequency": _constraint(
+    "change_case:capital_word_frequency": Constraint(
         lambda text, capital_frequency, capital_relation: _compare(
             sum(word.isupper() for word in re.findall(r"\w+(?:-\w+)*", text)),
             capital_relation,
@@ -266,9 +261,9 @@ IFEVAL: dict[str, Constraint] = {
         capital_frequency=Count,
         capital_relation=Relation,
     ),
-    "change_case:english_capital": _constraint(lambda text: text.isupper()),
-    "change_case:english_lowercase": _constraint(lambda text: text.islower()),
-    "punctuation:no_comma": _constraint(lambda text: "," not in text),
+    "change_case:english_capital": Constraint(lambda text: text.isupper()),
+    "change_case:english_lowercase": Constraint(lambda text: text.islower()),
+    "punctuation:no_comma": Constraint(lambda text: "," not in text),
 }
 
 
@@ -313,79 +308,77 @@ def _two_texts(text: str) -> bool:
 
 
 OPEN_INSTRUCT: dict[str, Constraint] = {
-    "verify_keywords": _constraint(
+    "verify_keywords": Constraint(
         lambda text, keyword_list: all(one.lower() in text.lower() for one in keyword_list),
         keyword_list=Phrases,
     ),
-    "verify_keyword_frequency": _constraint(
+    "verify_keyword_frequency": Constraint(
         lambda text, word, N: re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N,
         word=Phrase,
         N=Count,
     ),
     # including occurrences inside other words
-    "validate_forbidden_words": _constraint(
+    "validate_forbidden_words": Constraint(
         lambda text, forbidden_words: (
             not any(word.lower() in text.lower() for word in forbidden_words)
         ),
         forbidden_words=Phrases,
     ),
-    "verify_letter_frequency": _constraint(
+    "verify_letter_frequency": Constraint(
         lambda text, letter, N: text.count(letter) == N, letter=Letter, N=Count
     ),
-    "validate_response_language": _constraint(
+    "validate_response_language": Constraint(
         lambda text, language: _language(text) == language, language=Language
     ),
-    "verify_paragraph_count": _constraint(_filled_paragraphs, N=Count),
-    "validate_word_constraint": _constraint(
+    "verify_paragraph_count": Constraint(_filled_paragraphs, N=Count),
+    "validate_word_constraint": Constraint(
         lambda text, N, quantifier: _meets(len(text.split()), N, quantifier, _tenth(N)),
         N=Count,
         quantifier=Quantifier,
     ),
-    "verify_sentence_constraint": _constraint(
+    "verify_sentence_constraint": Constraint(
         lambda text, N, quantifier: _meets(_ended_sentences(text), N, quantifier, 1),
         N=Count,
         quantifier=Quantifier,
     ),
-    "validate_paragraphs": _constraint(
-        _ith_paragraph_begins, N=Count, first_word=Phrase, i=Ordinal
-    ),
-    "verify_postscript": _constraint(_followed_postscript, postscript_marker=Phrase),
-    "validate_placeholders": _constraint(lambda text, N: _placeholders(text) >= N, N=Count),
-    "verify_bullet_points": _constraint(
+    "validate_paragraphs": Constraint(_ith_paragraph_begins, N=Count, first_word=Phrase, i=Ordinal),
+    "verify_postscript": Constraint(_followed_postscript, postscript_marker=Phrase),
+    "validate_placeholders": Constraint(lambda text, N: _placeholders(text) >= N, N=Count),
+    "verify_bullet_points": Constraint(
         lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
         N=Count,
     ),
-    "validate_title": _constraint(lambda text: re.search(r"<<.*?>>", text) is not None),
-    "validate_choice": _constraint(
+    "validate_title": Constraint(lambda text: re.search(r"<<.*?>>", text) is not None),
+    "validate_choice": Constraint(
         lambda text, options: any(option in text for option in options), options=Phrases
     ),
-    "validate_highlighted_sections": _constraint(
+    "validate_highlighted_sections": Constraint(
         lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N, N=Count
     ),
-    "validate_sections": _constraint(
+    "validate_sections": Constraint(
         lambda text, N, section_splitter: (
             len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= N
         ),
         N=Count,
         section_splitter=Phrase,
     ),
-    "validate_json_format": _constraint(_is_json),
-    "validate_repeat_prompt": _constraint(
+    "validate_json_format": Constraint(_is_json),
+    "validate_repeat_prompt": Constraint(
         lambda text, original_prompt: text.startswith(original_prompt), original_prompt=Phrase
     ),
-    "validate_two_responses": _constraint(_two_texts),
-    "validate_uppercase": _constraint(lambda text: text == text.upper()),
-    "validate_lowercase": _constraint(lambda text: text == text.lower()),
-    "validate_frequency_capital_words": _constraint(
+    "validate_two_responses": Constraint(_two_texts),
+    "validate_uppercase": Constraint(lambda text: text == text.upper()),
+    "validate_lowercase": Constraint(lambda text: text == text.lower()),
+    "validate_frequency_capital_words": Constraint(
         lambda text, N, quantifier: _meets(
             len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, _tenth(N)
         ),
         N=Count,
         quantifier=Quantifier,
     ),
-    "validate_end": _constraint(
+    "validate_end": Constraint(
         lambda text, end_phrase: text.endswith(end_phrase), end_phrase=Phrase
     ),
-    "validate_quotation": _constraint(lambda text: text.startswith('"') and text.endswith('"')),
-    "validate_no_commas": _constraint(lambda text: "," not in text),
+    "validate_quotation": Constraint(lambda text: text.startswith('"') and text.endswith('"')),
+    "validate_no_commas": Constraint(lambda text: "," not in text),
 }
