@@ -12,6 +12,7 @@ separated by spaces). Both are reimplemented here, since no package on PyPI is m
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -50,17 +51,34 @@ Relation = Literal["less than", "at least"]
 Quantifier = Literal["at least", "around", "at most"]
 
 
-class Constraint:
-    """A check of a text against a constraint with parameters of these types."""
+# The type of a parameter follows from its name.
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("N", "frequency", "let_frequency", "capital_frequency"), Count),
+    **dict.fromkeys(("num_sentences", "num_paragraphs", "num_words", "num_sections"), Count),
+    **dict.fromkeys(("num_placeholders", "num_bullets", "num_highlights"), Count),
+    **dict.fromkeys(("nth_paragraph", "i"), Ordinal),
+    **dict.fromkeys(("keyword", "word", "first_word", "postscript_marker", "end_phrase"), Phrase),
+    **dict.fromkeys(("section_spliter", "section_splitter"), Phrase),
+    **dict.fromkeys(("prompt_to_repeat", "original_prompt"), Phrase),
+    **dict.fromkeys(("keywords", "keyword_list", "forbidden_words", "options"), Phrases),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), Relation),
+    "letter": Letter,
+    "language": Language,
+    "quantifier": Quantifier,
+}
 
-    def __init__(self, holds: Callable[..., bool], **types: Any) -> None:
+
+class Constraint:
+    """A check of a text against a constraint, by a function of the text and its parameters."""
+
+    def __init__(self, holds: Callable[..., bool]) -> None:
         self.holds = holds
-        self._types = types
 
     @cached_property
     def parameters(self) -> type[BaseModel]:
         """A model that validates the parameters strictly."""
-        fields: dict[str, Any] = {name: (kind, ...) for name, kind in self._types.items()}
+        _, *names = inspect.signature(self.holds).parameters
+        fields: dict[str, Any] = {name: (TYPES[name], ...) for name in names}
         config = ConfigDict(strict=True, extra="forbid")
         return create_model("Parameters", __config__=config, **fields)
 
@@ -151,120 +169,76 @@ def _highlights(text: str) -> int:
     return len(single) + len(double)
 
 
-IFEVAL: dict[str, Constraint] = {
-    "keywords:existence": Constraint(
-        lambda text, keywords: all(_occurrences(text, one) for one in keywords), keywords=Phrases
+_IFEVAL: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(_occurrences(text, one) for one in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
+        _occurrences(text, keyword.strip()), relation, frequency
     ),
-    "keywords:frequency": Constraint(
-        lambda text, keyword, frequency, relation: _compare(
-            _occurrences(text, keyword.strip()), relation, frequency
-        ),
-        keyword=Phrase,
-        frequency=Count,
-        relation=Relation,
-    ),
-    "keywords:forbidden_words": Constraint(
-        lambda text, forbidden_words: (
-            not any(
-                re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)
-                for word in forbidden_words
-            )
-        ),
-        forbidden_words=Phrases,
-    ),
-    "keywords:letter_frequency": Constraint(
-        lambda text, letter, let_frequency, let_relation: _compare(
-            text.lower().count(letter.strip().lower()), let_relation, let_frequency
-        ),
-        letter=Letter,
-        let_frequency=Count,
-        let_relation=Relation,
-    ),
-    # text without a detectable language passes
-    "language:response_language": Constraint(
-        lambda text, language: _language(text) in (language, None), language=Language
-    ),
-    "length_constraints:number_sentences": Constraint(
-        lambda text, num_sentences, relation: _compare(_sentences(text), relation, num_sentences),
-        num_sentences=Count,
-        relation=Relation,
-    ),
-    "length_constraints:number_paragraphs": Constraint(
-        lambda text, num_paragraphs: (
-            (parts := _parts(text, r"\s?\*\*\*\s?")) is not None and len(parts) == num_paragraphs
-        ),
-        num_paragraphs=Count,
-    ),
-    "length_constraints:number_words": Constraint(
-        lambda text, num_words, relation: _compare(
-            len(re.findall(r"\w+", text)), relation, num_words
-        ),
-        num_words=Count,
-        relation=Relation,
-    ),
-    "length_constraints:nth_paragraph_first_word": Constraint(
-        _nth_paragraph_begins, num_paragraphs=Count, nth_paragraph=Ordinal, first_word=Phrase
-    ),
-    "detectable_content:number_placeholders": Constraint(
-        lambda text, num_placeholders: _placeholders(text) >= num_placeholders,
-        num_placeholders=Count,
-    ),
-    "detectable_content:postscript": Constraint(_has_postscript, postscript_marker=Phrase),
-    "detectable_format:number_bullet_lists": Constraint(
-        lambda text, num_bullets: _bullets(text) == num_bullets, num_bullets=Count
-    ),
-    "detectable_format:constrained_response": Constraint(
-        lambda text: any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
-    ),
-    "detectable_format:number_highlighted_sections": Constraint(
-        lambda text, num_highlights: _highlights(text) >= num_highlights, num_highlights=Count
-    ),
-    "detectable_format:multiple_sections": Constraint(
-        lambda text, section_spliter, num_sections: (
-            len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text))
-            >= num_sections
-        ),
-        section_spliter=Phrase,
-        num_sections=Count,
-    ),
-    # with or without a fence
-    "detectable_format:json_format": Constraint(
-        lambda text: _is_json(
-            re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(
+            re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words
         )
     ),
-    "detectable_format:title": Constraint(
-        lambda text: any(one.strip("<>").strip() for one in re.findall(r"<<[^\n]+>>", text))
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
     ),
-    "combination:two_responses": Constraint(_two_parts),
-    "combination:repeat_prompt": Constraint(
-        lambda text, prompt_to_repeat: (
-            text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-        ),
-        prompt_to_repeat=Phrase,
+    # text without a detectable language passes
+    "language:response_language": lambda text, language: _language(text) in (language, None),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _compare(
+        _sentences(text), relation, num_sentences
     ),
-    "startend:end_checker": Constraint(
-        lambda text, end_phrase: (
-            text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-        ),
-        end_phrase=Phrase,
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
+        (parts := _parts(text, r"\s?\*\*\*\s?")) is not None and len(parts) == num_paragraphs
     ),
-    "startend:quotation": Constraint(
-        lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"'
+    "length_constraints:number_words": lambda text, num_words, relation: _compare(
+        len(re.findall(r"\w+", text)), relation, num_words
     ),
-    "change_case:capital_word_frequency": Constraint(
-        lambda text, capital_frequency, capital_relation: _compare(
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph_begins,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        _placeholders(text) >= num_placeholders
+    ),
+    "detectable_content:postscript": _has_postscript,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        _bullets(text) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {word}." in text for word in ("yes", "no", "maybe")
+    ),
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        _highlights(text) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
+    ),
+    # with or without a fence
+    "detectable_format:json_format": lambda text: _is_json(
+        re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
+    ),
+    "detectable_format:title": lambda text: any(
+        one.strip("<>").strip() for one in re.findall(r"<<[^\n]+>>", text)
+    ),
+    "combination:two_responses": _two_parts,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: (
+        len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"'
+    ),
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: (
+        _compare(
             sum(word.isupper() for word in re.findall(r"\w+(?:-\w+)*", text)),
             capital_relation,
             capital_frequency,
-        ),
-        capital_frequency=Count,
-        capital_relation=Relation,
+        )
     ),
-    "change_case:english_capital": Constraint(lambda text: text.isupper()),
-    "change_case:english_lowercase": Constraint(lambda text: text.islower()),
-    "punctuation:no_comma": Constraint(lambda text: "," not in text),
+    "change_case:english_capital": lambda text: text.isupper(),
+    "change_case:english_lowercase": lambda text: text.islower(),
+    "punctuation:no_comma": lambda text: "," not in text,
 }
+IFEVAL = {name: Constraint(holds) for name, holds in _IFEVAL.items()}
 
 
 # --- open-instruct --------------------------------------------------------------------------------
@@ -307,78 +281,48 @@ def _two_texts(text: str) -> bool:
     return len(parts) == 2 and parts[0].strip() != parts[1].strip()
 
 
-OPEN_INSTRUCT: dict[str, Constraint] = {
-    "verify_keywords": Constraint(
-        lambda text, keyword_list: all(one.lower() in text.lower() for one in keyword_list),
-        keyword_list=Phrases,
+_OPEN_INSTRUCT: dict[str, Callable[..., bool]] = {
+    "verify_keywords": lambda text, keyword_list: all(
+        one.lower() in text.lower() for one in keyword_list
     ),
-    "verify_keyword_frequency": Constraint(
-        lambda text, word, N: re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N,
-        word=Phrase,
-        N=Count,
+    "verify_keyword_frequency": lambda text, word, N: (
+        re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
     ),
     # including occurrences inside other words
-    "validate_forbidden_words": Constraint(
-        lambda text, forbidden_words: (
-            not any(word.lower() in text.lower() for word in forbidden_words)
-        ),
-        forbidden_words=Phrases,
+    "validate_forbidden_words": lambda text, forbidden_words: (
+        not any(word.lower() in text.lower() for word in forbidden_words)
     ),
-    "verify_letter_frequency": Constraint(
-        lambda text, letter, N: text.count(letter) == N, letter=Letter, N=Count
+    "verify_letter_frequency": lambda text, letter, N: text.count(letter) == N,
+    "validate_response_language": lambda text, language: _language(text) == language,
+    "verify_paragraph_count": _filled_paragraphs,
+    "validate_word_constraint": lambda text, N, quantifier: _meets(
+        len(text.split()), N, quantifier, _tenth(N)
     ),
-    "validate_response_language": Constraint(
-        lambda text, language: _language(text) == language, language=Language
+    "verify_sentence_constraint": lambda text, N, quantifier: _meets(
+        _ended_sentences(text), N, quantifier, 1
     ),
-    "verify_paragraph_count": Constraint(_filled_paragraphs, N=Count),
-    "validate_word_constraint": Constraint(
-        lambda text, N, quantifier: _meets(len(text.split()), N, quantifier, _tenth(N)),
-        N=Count,
-        quantifier=Quantifier,
+    "validate_paragraphs": _ith_paragraph_begins,
+    "verify_postscript": _followed_postscript,
+    "validate_placeholders": lambda text, N: _placeholders(text) >= N,
+    "verify_bullet_points": lambda text, N: (
+        sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
     ),
-    "verify_sentence_constraint": Constraint(
-        lambda text, N, quantifier: _meets(_ended_sentences(text), N, quantifier, 1),
-        N=Count,
-        quantifier=Quantifier,
+    "validate_title": lambda text: re.search(r"<<.*?>>", text) is not None,
+    "validate_choice": lambda text, options: any(option in text for option in options),
+    "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
+    "validate_sections": lambda text, N, section_splitter: (
+        len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= N
     ),
-    "validate_paragraphs": Constraint(_ith_paragraph_begins, N=Count, first_word=Phrase, i=Ordinal),
-    "verify_postscript": Constraint(_followed_postscript, postscript_marker=Phrase),
-    "validate_placeholders": Constraint(lambda text, N: _placeholders(text) >= N, N=Count),
-    "verify_bullet_points": Constraint(
-        lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
-        N=Count,
+    "validate_json_format": _is_json,
+    "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),
+    "validate_two_responses": _two_texts,
+    "validate_uppercase": lambda text: text == text.upper(),
+    "validate_lowercase": lambda text: text == text.lower(),
+    "validate_frequency_capital_words": lambda text, N, quantifier: _meets(
+        len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, _tenth(N)
     ),
-    "validate_title": Constraint(lambda text: re.search(r"<<.*?>>", text) is not None),
-    "validate_choice": Constraint(
-        lambda text, options: any(option in text for option in options), options=Phrases
-    ),
-    "validate_highlighted_sections": Constraint(
-        lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N, N=Count
-    ),
-    "validate_sections": Constraint(
-        lambda text, N, section_splitter: (
-            len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= N
-        ),
-        N=Count,
-        section_splitter=Phrase,
-    ),
-    "validate_json_format": Constraint(_is_json),
-    "validate_repeat_prompt": Constraint(
-        lambda text, original_prompt: text.startswith(original_prompt), original_prompt=Phrase
-    ),
-    "validate_two_responses": Constraint(_two_texts),
-    "validate_uppercase": Constraint(lambda text: text == text.upper()),
-    "validate_lowercase": Constraint(lambda text: text == text.lower()),
-    "validate_frequency_capital_words": Constraint(
-        lambda text, N, quantifier: _meets(
-            len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, _tenth(N)
-        ),
-        N=Count,
-        quantifier=Quantifier,
-    ),
-    "validate_end": Constraint(
-        lambda text, end_phrase: text.endswith(end_phrase), end_phrase=Phrase
-    ),
-    "validate_quotation": Constraint(lambda text: text.startswith('"') and text.endswith('"')),
-    "validate_no_commas": Constraint(lambda text: "," not in text),
+    "validate_end": lambda text, end_phrase: text.endswith(end_phrase),
+    "validate_quotation": lambda text: text.startswith('"') and text.endswith('"'),
+    "validate_no_commas": lambda text: "," not in text,
 }
+OPEN_INSTRUCT = {name: Constraint(holds) for name, holds in _OPEN_INSTRUCT.items()}
