@@ -157,8 +157,7 @@ REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
      "distribute_saved_activations: there is no tensor parallelism to do it over; leave it out"),
     (MOE_ARCH, {}, full("block", 3) | LOSSES,
      "recompute_method: block, with moe_aux_loss_coeff: in layers that are not recomputed "
-     "megatron-core then counts pads in "
-     "the routers' losses; set it to uniform"),
+     "megatron-core then counts pads in the routers' losses; set it to uniform"),
     # parts of layers
     (DENSE_ARCH, {}, {**SELECTIVE, "recompute_method": "block"},
      "recompute_method: belongs to recompute_granularity=full; leave it out, or set that"),

@@ -125,24 +125,6 @@ def test_advantages_are_normalised_as_configured_and_returns_are_not(mode: str) 
         assert torch.equal(expected, whiten(raw.advantages))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor": 8},
-        {"pipeline": 4, "rank": 3},
-        {"data": 5, "rank": 4},
-        {"context": 8, "rank": 7},
-        {"tensor": 2, "pipeline": 2, "data": 2, "context": 2, "rank": 15},
-    ],
-)
-@pytest.mark.parametrize("name", ["ppo", "grpo", "reinforce++"])
-def test_the_layout_changes_nothing(name: str, layout: dict[str, int]) -> None:
-    config = stub_config(f"algorithm.estimator.name={name}")
-    elsewhere = ParallelState.from_mpu(stub_mpu(**layout))
-    here = compute_advantages_and_returns(full_batch(), config, ALONE)
-    assert_same(compute_advantages_and_returns(full_batch(), config, elsewhere), here)
-
-
 # --- the raw KL -----------------------------------------------------------------------------------
 
 

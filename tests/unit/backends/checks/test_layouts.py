@@ -36,21 +36,17 @@ REFUSED: list[tuple[str, str, str, str]] = [
     # ranks
     ("dense", "tensor=2",
      "policy.parallel.tensor (override): the layout needs 2 processes and the local launcher "
-     "starts 1: set "
-     "cluster.processes_per_node=2, or cluster.launcher=torchrun; the model's attention heads must "
-     "divide by it", "processes=2"),
+     "starts 1: set cluster.processes_per_node=2, or cluster.launcher=torchrun; the model's "
+     "attention heads must divide by it", "processes=2"),
     ("dense", "tensor=2 context=2 processes=6",
      "policy.parallel (override): 6 processes do not divide into models of 4 (tensor x pipeline x "
-     "context, and experts): set "
-     "cluster.processes_per_node to a multiple of 4", "processes=8"),
+     "context, and experts): set cluster.processes_per_node to a multiple of 4", "processes=8"),
     ("dense", "context=2 processes=3",
      "policy.parallel (override): 3 processes do not divide into models of 2 (tensor x pipeline x "
-     "context, and experts): set "
-     "cluster.processes_per_node to a multiple of 2", "processes=4"),
+     "context, and experts): set cluster.processes_per_node to a multiple of 2", "processes=4"),
     ("moe", "expert=3 processes=4",
      "policy.parallel (override): 4 processes do not divide into models of 3 (tensor x pipeline x "
-     "context, and experts): set "
-     "cluster.processes_per_node to a multiple of 3", "processes=6"),
+     "context, and experts): set cluster.processes_per_node to a multiple of 3", "processes=6"),
     # tensor and sequence parallelism
     ("dense", "tensor=8 processes=8",
      "policy.parallel.tensor: 8 does not divide the model's attention heads (12); set it to 4",
@@ -65,12 +61,10 @@ REFUSED: list[tuple[str, str, str, str]] = [
     # pipelines
     ("dense", "pipeline=4 processes=4",
      "policy.parallel: pipeline 4 does not divide the model's 6 layers: 6 are left for 4 stages; "
-     "set last_stage_layers=3 alone "
-     "for 3 stages of 1 and a long last one", "last_stage_layers=3"),
+     "set last_stage_layers=3 alone for 3 stages of 1 and a long last one", "last_stage_layers=3"),
     ("dense", "pipeline=5 processes=5",
      "policy.parallel: pipeline 5 does not divide the model's 6 layers: 6 are left for 5 stages; "
-     "set last_stage_layers=2 alone "
-     "for 4 stages of 1 and a long last one", "last_stage_layers=2"),
+     "set last_stage_layers=2 alone for 4 stages of 1 and a long last one", "last_stage_layers=2"),
     ("dense", "pipeline=7 processes=42",
      "policy.parallel: pipeline 7 does not divide the model's 6 layers: 6 are left for 7 stages; "
      "choose at most 6 stages",
@@ -108,15 +102,12 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "sequence=true"),
     ("moe", "tensor=2 sequence=true expert_tensor=1 processes=2",
      "policy.parallel: tensor 2, expert_tensor 1, expert 1: megatron-core sums the gradients of "
-     "experts over the data-parallel "
-     "ranks of the dense weights, which misses the copies that the tensor-parallel ranks hold; "
-     "leave expert_tensor out, or set "
-     "expert=2", "expert=2"),
+     "experts over the data-parallel ranks of the dense weights, which misses the copies that the "
+     "tensor-parallel ranks hold; leave expert_tensor out, or set expert=2", "expert=2"),
     ("moe", "tensor=4 sequence=true expert_tensor=1 processes=4",
      "policy.parallel: tensor 4, expert_tensor 1, expert 1: megatron-core sums the gradients of "
-     "experts over the data-parallel "
-     "ranks of the dense weights, which misses the copies that the tensor-parallel ranks hold; "
-     "leave expert_tensor out",
+     "experts over the data-parallel ranks of the dense weights, which misses the copies that the "
+     "tensor-parallel ranks hold; leave expert_tensor out",
      "-expert_tensor"),
     ("moe", "tensor=2 sequence=true expert_tensor=4 expert=2 processes=8",
      "policy.parallel.expert_tensor: 4 does not divide tensor (2); leave it out, or set it to 2",
@@ -141,9 +132,8 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("dense", "context=2 tensor=2 sequence=true processes=4 data.max_prompt_tokens=17 "
      "policy.max_tokens_per_microbatch=1047",
      "policy.max_tokens_per_microbatch (override): got 1047, less than one sample can have: "
-     "data.max_prompt_tokens (17) + "
-     "rollout.sampling.max_new_tokens (1024), padded to a multiple of 8 by the layout; set it to "
-     "1048 or more",
+     "data.max_prompt_tokens (17) + rollout.sampling.max_new_tokens (1024), padded to a multiple "
+     "of 8 by the layout; set it to 1048 or more",
      "policy.max_tokens_per_microbatch=1048"),
     # routing replay
     ("dense", "policy.routing_replay=logprobs",
@@ -164,8 +154,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
        f"policy.megatron.{field}: cannot be set here: it follows from the pipeline schedule: "
        f"batched transfers are ambiguous "
        "where two stages exchange several chunks (pipeline 2 with virtual_pipeline > 1), and the "
-       "gradients come out wrong "
-       "without a word; leave it out", f"-policy.megatron.{field}")
+       "gradients come out wrong without a word; leave it out", f"-policy.megatron.{field}")
       for field in ("batch_p2p_comm", "overlap_p2p_comm")),
     ("dense", "policy.megatron.context_parallel_size=2",
      "policy.megatron.context_parallel_size: cannot be set here: set it under policy.parallel",

@@ -82,28 +82,6 @@ def test_plain_rotary_positions(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"mscale": 0.7}, (1.0, 0.0)),
-        ({}, (1.0, 0.0)),
-        ({"mscale": 0.7, "mscale_all_dim": 0.5}, (0.7, 0.5)),
-    ],
-)
-def test_mscale_as_transformers_reads_it(
-    given: dict[str, float], expected: tuple[float, float], tmp_path: Path
-) -> None:
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        **given,
-    }
-    fields = read(tmp_path, rope_parameters=rope, rope_scaling=None, rope_theta=1e4).transformer
-    assert (fields["mscale"], fields["mscale_all_dim"]) == expected
-
-
 YARN = CONFIG["rope_scaling"]
 
 

@@ -146,10 +146,6 @@ class Counter:
         return float(self.helper.stdout.readline())
 
 
-def scaled(sample: Sample, factor: float) -> float:
-    return factor * len(sample.response_text)
-
-
 def dies_but_a_child_keeps_the_socket(sample: Sample) -> float:
     import ctypes
 
