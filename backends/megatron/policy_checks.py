@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from backends.megatron.checks.layout import check_replay
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.layers import layer_fields, layers_of
 from rlcore.config import Config
+from rlcore.errors import ConfigError
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
@@ -22,8 +22,11 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
     Raises ConfigError naming the key, the reason and a remedy.
     """
     policy = config.policy
-    if policy.routing_replay != "none":
-        check_replay(arch)
+    if policy.routing_replay != "none" and not arch.num_experts:
+        raise ConfigError(
+            f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to"
+            " none"
+        )
     layers = None if device is None else layers_of(config, device, latent=arch.latent_attention)
     if not policy.megatron:
         return

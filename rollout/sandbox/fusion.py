@@ -13,9 +13,8 @@ from rollout.sandbox import Outcome, Program, Status
 COMPILE_S = 30.0
 RUN_STATUS: dict[Any, Status] = {"Finished": "finished", "TimeLimitExceeded": "timeout"}
 _LANGUAGES = (
-    "python cpp nodejs go go_test java php csharp bash typescript sql rust cuda lua R perl "
-    "D_ut ruby scala julia pytest junit kotlin_script jest verilog python_gpu lean swift "
-    "racket"
+    "python cpp nodejs go go_test java php csharp bash typescript sql rust cuda lua R perl D_ut "
+    "ruby scala julia pytest junit kotlin_script jest verilog python_gpu lean swift racket"
 )
 LANGUAGES = frozenset(_LANGUAGES.split())
 

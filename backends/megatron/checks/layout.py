@@ -131,15 +131,6 @@ def check_vocabularies(others: Mapping[str, Architecture], policy: Architecture)
             )
 
 
-def check_replay(arch: Architecture) -> None:
-    """Raise ConfigError for routing replay of a model without experts."""
-    if not arch.num_experts:
-        raise ConfigError(
-            f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to"
-            " none"
-        )
-
-
 def _check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a layout of experts that does not fit or would give wrong gradients."""
     tp = parallel.tensor
