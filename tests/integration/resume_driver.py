@@ -43,7 +43,7 @@ POINTS = {
     "samples": ("rlcore.runs.rollouts", "write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
     "shards": ("backends.megatron.checkpoint.shards", "PlannedShards.write"),
-    "copy": ("backends.megatron.checkpoint.save_load", "plan_sharded"),
+    "copy": ("backends.megatron.checkpoint.shards", "plan_sharded"),
     "complete": ("backends.megatron.backend", "MegatronBackend.finish_save"),
     "state": ("rlcore.runs.checkpoints", "CheckpointStore.write_state"),
     "commit": ("rlcore.runs.checkpoints", "CheckpointStore.commit"),

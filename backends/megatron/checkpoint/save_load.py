@@ -21,17 +21,9 @@ from typing import Any
 
 from torch import nn
 
+from backends.megatron.checkpoint import shards
 from backends.megatron.checkpoint.optimizer_state import optimizer_tensors
-from backends.megatron.checkpoint.shards import (
-    HostCopies,
-    PendingCheckpoint,
-    PlannedShards,
-    assign_to_replicas,
-    plan_sharded,
-    read_errors,
-    read_sharded,
-    write_errors,
-)
+from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, PlannedShards
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
@@ -102,7 +94,7 @@ def _plan(
             # AdamW has no state before its first step.
             stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
             state = _sharded_state(model, parallel, optimizer=stepped, assign=True)
-            planned.append(plan_sharded(state, target, host))
+            planned.append(shards.plan_sharded(state, target, host))
     return planned
 
 
@@ -137,7 +129,10 @@ def _complete(
 @contextmanager
 def _writing(folder: Path, parallel: ParallelState) -> Iterator[None]:
     """Inside, an error on one rank raises RunFailed naming the folder on every rank."""
-    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+    with (
+        raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"),
+        shards.write_errors(folder),
+    ):
         yield
 
 
@@ -202,7 +197,7 @@ def _sharded_state(
         for index, chunk in enumerate(model.chunks)
     }
     if assign:
-        assign_to_replicas(state, parallel)
+        shards.assign_to_replicas(state, parallel)
     if optimizer and model.optimizer is not None:
         state |= {"optimizer": optimizer_tensors(model.optimizer, state)}
     return state
@@ -227,8 +222,8 @@ def _load(
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
     # The optimizer's tensors are read in place.
-    with read_errors(folder / model.name):
-        state = read_sharded(wanted, folder / model.name)
+    with shards.read_errors(folder / model.name):
+        state = shards.read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"], strict=not skip)
     if model.optimizer is None:

@@ -11,13 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    LoadPlan,
-    ReadItem,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -81,7 +76,7 @@ class _Parameters:
         self._stored = {
             name: stored
             for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
+            if isinstance(stored, dcp.TensorStorageMetadata)
         }
 
     def as_hf(self, entry: Entry, arch: Architecture) -> list[Tensor]:
@@ -112,18 +107,18 @@ class _Parameters:
         if sum(math.prod(item.lengths) for item in items) != out.numel():
             raise ModelError(f"checkpoint {self._folder}: {megatron} is not whole")
         with read_errors(self._folder):
-            self._reader.read_data(LoadPlan(items), _Into(out)).wait()
+            self._reader.read_data(dcp.LoadPlan(items), _Into(out)).wait()
         return out.view(shape)
 
 
-class _Into(DefaultLoadPlanner):
+class _Into(dcp.DefaultLoadPlanner):
     """Planner that reads all items into one tensor."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__()
         self._out = out
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> Tensor:
         """The part of the tensor that an item fills."""
         part = self._out
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):

@@ -66,8 +66,10 @@ def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
         left = (
             f"{rest} are left for {middle} stages" if rest >= 0 else f"{-rest} too many are given"
         )
+        ends = (("first_stage_layers", first), ("last_stage_layers", last))
+        given = "".join(f", {key} {size}" for key, size in ends if size is not None)
         raise ConfigError(
-            f"policy.parallel: pipeline {pp}{_given(first, last)} does not divide the model's"
+            f"policy.parallel: pipeline {pp}{given} does not divide the model's"
             f" {layers} layers: {left}; {_advice(layers, pp)}"
         )
     each = rest // middle if middle else 0
@@ -79,14 +81,6 @@ def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
             " last_stage_layers so that it does"
         )
     return stages
-
-
-def _given(first: int | None, last: int | None) -> str:
-    return "".join(
-        f", {key} {size}"
-        for key, size in (("first_stage_layers", first), ("last_stage_layers", last))
-        if size is not None
-    )
 
 
 def _advice(layers: int, pp: int) -> str:

@@ -118,7 +118,17 @@ def expert_fields(
     folder: Path, config: Mapping[str, Any], experts: Experts, num_layers: int
 ) -> dict[str, Any]:
     """Read the `moe_*` fields. Raises ModelError if keys disagree or no layer has experts."""
-    num_experts = _count_of_experts(folder, config, experts.count)
+    # The number of experts may be given under two names.
+    given = [config[key] for key in experts.count]
+    counts = {*given} - {None}
+    if len(counts) != 1:
+        raise refusal(
+            folder,
+            " or ".join(experts.count),
+            given if counts else None,
+            "a positive integer" + (", the same under both names" if counts else ""),
+        )
+    num_experts: int = counts.pop()
     topk = config["num_experts_per_tok"]
     if topk > num_experts:
         raise refusal(folder, "num_experts_per_tok", topk, f"at most the {num_experts} experts")
@@ -146,21 +156,6 @@ def expert_fields(
     if experts.shared_count is not None:
         fields["moe_shared_expert_intermediate_size"] = config[experts.shared_count] * width
     return fields
-
-
-def _count_of_experts(folder: Path, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """Read the number of experts, which may be given under two names."""
-    counts = {config[key] for key in keys} - {None}
-    if len(counts) != 1:
-        got = [config[key] for key in keys]
-        raise refusal(
-            folder,
-            " or ".join(keys),
-            got if counts else None,
-            "a positive integer" + (", the same under both names" if counts else ""),
-        )
-    count: int = counts.pop()
-    return count
 
 
 def _sigmoid_fields(folder: Path, config: Mapping[str, Any], num_experts: int) -> dict[str, Any]:

@@ -24,16 +24,8 @@ from sympy.core.relational import Equality
 
 from rlcore.data.sample import Sample
 from rollout.rewards.base import LabelError
+from rollout.rewards.graders import places
 from rollout.rewards.graders.forms import SYMBOL, UNREDUCED, pending, repeats
-from rollout.rewards.graders.places import (
-    accepted,
-    answered,
-    find_answer,
-    last_boxed,
-    last_hash,
-    plain_numbers,
-    unmarked,
-)
 
 # these loggers warn once about the disabled time limits
 for _name in ("math_verify.parser", "math_verify.grader"):
@@ -93,8 +85,8 @@ def math(
     Raises:
         ValueError: the label is not mathematics; the sample then counts as a reward error.
     """
-    golds = [gold for label in accepted(sample.label) for gold in parse_label(label)]
-    given = _given(plain_numbers(answered(sample)), answer, strict)
+    golds = [gold for label in places.accepted(sample.label) for gold in parse_label(label)]
+    given = _given(places.plain_numbers(places.answered(sample)), answer, strict)
     if given is None:
         return {"score": 0.0, "correct": False, "info": {"answer": None}}
     fitting = [gold for gold in golds if form == "any" or _is_value(given, gold, sample)]
@@ -110,12 +102,12 @@ def _given(text: str, place: str, strict: bool) -> Reading | None:
     if place == "last":
         # math-verify takes all boxes of a text as one set; here a later correction counts
         said_later = "final answer is" in text[text.rfind("\\boxed") :].lower()
-        found = None if said_later else last_boxed(text)
+        found = None if said_later else places.last_boxed(text)
     else:
-        found = find_answer(text, place)
+        found = places.find_answer(text, place)
     if found is not None:
         return parse_answer(found)
-    return None if strict else _read(readable(unmarked(text)))
+    return None if strict else _read(readable(places.unmarked(text)))
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +116,7 @@ def parse_label(label: str) -> list[Reading]:
 
     A bare label is read both like an answer and literally, so an identical spelling is right.
     """
-    text = _DOLLAR.sub("", plain_numbers(last_hash(label) or label))
+    text = _DOLLAR.sub("", places.plain_numbers(places.last_hash(label) or label))
     bare = "$" not in text and "\\boxed" not in text
     as_answer = parse_answer(text) if bare else None
     text = _MIXED.sub(_improper, text)

@@ -10,14 +10,7 @@ from typing import Any
 
 from rlcore.data.sample import Sample
 from rollout.rewards.base import LabelError, Verdict
-from rollout.rewards.graders.places import (
-    accepted,
-    after_thinking,
-    answered,
-    find_answer,
-    last_boxed,
-    plain_characters,
-)
+from rollout.rewards.graders import places
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -41,7 +34,7 @@ def exact_match(
         return " ".join(text.split()) if ignore_space or ignore_articles else text.strip()
 
     found = answer_at(sample.response_text, answer)
-    right = found is not None and bare(found) in map(bare, accepted(sample.label))
+    right = found is not None and bare(found) in map(bare, places.accepted(sample.label))
     if answer == "all":
         return Verdict(float(right), right)
     return Verdict(float(right), right, info={"answer": found and bare(found)})
@@ -54,7 +47,7 @@ def f1(sample: Sample, answer: str = "all") -> Verdict:
     If a side has no words, 1 if both have none (Rajpurkar et al., arXiv 1606.05250 and 1806.03822).
     """
     found = squad_words(answer_at(sample.response_text, answer) or "")
-    golds = [squad_words(label) for label in accepted(sample.label)]
+    golds = [squad_words(label) for label in places.accepted(sample.label)]
     return Verdict(max(_f1(found, gold) for gold in golds), found in golds)
 
 
@@ -72,8 +65,8 @@ def _f1(found: list[str], gold: list[str]) -> float:
 
 def answer_at(text: str, place: str) -> str | None:
     """The answer at a place, after the thought; for `all`, everything there."""
-    said = after_thinking(text)
-    return said if place == "all" else find_answer(said, place)
+    said = places.after_thinking(text)
+    return said if place == "all" else places.find_answer(said, place)
 
 
 # --- format and length ----------------------------------------------------------------------------
@@ -149,14 +142,14 @@ def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
         ValueError: the label begins with none of the letters.
     """
     golds = letters_of(sample.label, choices)
-    letter = picked(answered(sample), choices)
+    letter = picked(places.answered(sample), choices)
     right = letter in golds
     return {"score": float(right), "correct": right, "info": {"answer": letter}}
 
 
 def letters_of(label: Any, choices: str) -> set[str]:
     """The letters that a label accepts. Raises ValueError if it begins with none."""
-    letters = {one: _letter(one.strip(), choices) for one in accepted(label)}
+    letters = {one: _letter(one.strip(), choices) for one in places.accepted(label)}
     for one, letter in letters.items():
         if letter is None:
             raise LabelError(
@@ -172,8 +165,8 @@ def picked(answer: str, choices: str) -> str | None:
     answer is B", "B is correct", "I choose B", "Thus (B)"); the last line that is a letter; the
     text after the last "option is"; the answer's start. Two letters ("A or B") pick none.
     """
-    text = plain_characters(answer)
-    for place in (last_boxed(text), find_answer(text, "tagged")):
+    text = places.plain_characters(answer)
+    for place in (places.last_boxed(text), places.find_answer(text, "tagged")):
         if place is not None:
             return _letter(_bare(place), choices, ignore_case=True)
     says, names = _patterns(choices)
