@@ -47,14 +47,6 @@ ONE_THREAD = {
 }
 
 
-@dataclass(frozen=True)
-class WorkerLimits:
-    """Memory limit of a worker process, and names of its additional environment variables."""
-
-    memory_gb: float = 8.0
-    environment: Sequence[str] = ()
-
-
 class BadAnswer(Exception):
     """The worker's socket carried something other than the answer to the call."""
 
@@ -68,17 +60,21 @@ class Worker:
     writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, functions: Functions, limits: WorkerLimits) -> Worker:
+    async def start(
+        cls, functions: Functions, memory_gb: float, environment: Sequence[str]
+    ) -> Worker:
         """Start a process that has imported `functions`.
+
+        `environment` names its additional environment variables.
 
         Raises ConfigError if a function cannot be imported, RunFailed if the process dies.
         """
-        worker = await cls._spawn(limits)
+        worker = await cls._spawn(environment)
         names = ", ".join(path for path, _ in functions.values())
         setup = {
             "functions": {part: (name, dict(args)) for part, (name, args) in functions.items()},
             "sys_path": list(sys.path),
-            "memory_gb": limits.memory_gb,
+            "memory_gb": memory_gb,
         }
         try:
             reply = await within(
@@ -99,9 +95,9 @@ class Worker:
         return worker
 
     @classmethod
-    async def _spawn(cls, limits: WorkerLimits) -> Worker:
+    async def _spawn(cls, environment: Sequence[str]) -> Worker:
         path = os.pathsep.join(path for path in sys.path if path)
-        allowed = allowed_environment(limits.environment, key="reward.environment")
+        allowed = allowed_environment(environment, key="reward.environment")
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -218,7 +214,8 @@ class RewardPool:
     functions: Functions
     size: int
     timeout_s: float
-    limits: WorkerLimits = WorkerLimits()
+    memory_gb: float = 8.0
+    environment: Sequence[str] = ()
     # workers without a call; None stands for a worker that must be started first
     _idle: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
@@ -242,7 +239,7 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def _start_worker(self) -> Worker:
-        worker = await Worker.start(self.functions, self.limits)
+        worker = await Worker.start(self.functions, self.memory_gb, self.environment)
         self._workers.add(worker)
         return worker
 

@@ -34,7 +34,7 @@ from rollout.rewards.base import (
 )
 from rollout.rewards.graders import text
 from rollout.rewards.graders.code import CodePart
-from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
+from rollout.rewards.pool import PooledPart, RewardPool
 from rollout.rewards.services import JudgePart, ServicePart
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local import build_sandbox
@@ -342,8 +342,8 @@ def build_scorer(config: RewardConfig, *, max_new_tokens: int | None = None) -> 
         ModelError: a service's `tokenizer` cannot be used.
     """
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
-    limits = WorkerLimits(config.memory_gb, config.environment)
-    pool = RewardPool(functions, config.workers, config.timeout_s, limits)
+    limits = (config.timeout_s, config.memory_gb, config.environment)
+    pool = RewardPool(functions, config.workers, *limits)
     # shared by all parts
     sandbox: Sandbox | None = None
     parts: dict[str, RewardPart] = {}

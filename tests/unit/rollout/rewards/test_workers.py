@@ -18,25 +18,24 @@ import pytest
 from rlcore.config.sections.reward import RewardConfig
 from rollout.asyncio_utils import within
 from rollout.rewards.base import RewardFailure, Score, Verdict
-from rollout.rewards.pool import RewardPool, Worker, WorkerLimits
+from rollout.rewards.pool import RewardPool, Worker
 
 TIMEOUT_S = 30.0
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-USUAL = WorkerLimits()
 
 
 def scores(
     function: str,
     *samples: Any,
     timeout_s: float = TIMEOUT_S,
-    limits: WorkerLimits = USUAL,
     args: dict[str, Any] | None = None,
+    **limits: Any,
 ) -> list[Score]:
     """Score samples one after the other in one worker; nothing may be left running."""
 
     async def scenario() -> list[Score]:
         functions = {"f": (f"hostile_rewards:{function}", args or {})}
-        pool = RewardPool(functions, 1, timeout_s, limits)
+        pool = RewardPool(functions, 1, timeout_s, **limits)
         try:
             return [await asyncio.wait_for(pool.score("f", sample), 60) for sample in samples]
         finally:
@@ -61,15 +60,14 @@ def test_a_worker_gets_no_keys(sample, monkeypatch):
     for name in ("RLCORE_ENGINE_ADMIN_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("JUDGE_KEY", "asked for")
-    limits = WorkerLimits(environment=("JUDGE_KEY",))
-    (found,) = scores("environment", sample("x"), limits=limits)
+    (found,) = scores("environment", sample("x"), environment=("JUDGE_KEY",))
     names = set(verdict(found).info["names"])
     assert {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "JUDGE_KEY"} <= names
     assert not [name for name in names if name.startswith(("RLCORE", "WANDB", "HF_T", "AWS"))]
 
 
 def test_a_variable_that_is_not_set_is_said(sample, caplog):
-    scores("environment", sample("x"), limits=WorkerLimits(environment=("NO_SUCH_NAME",)))
+    scores("environment", sample("x"), environment=("NO_SUCH_NAME",))
     assert "reward.environment names NO_SUCH_NAME, which is not set" in caplog.text
 
 
@@ -129,7 +127,7 @@ def test_a_call_that_was_given_up_answers_no_other(sample, tmp_path):
 
     async def scenario() -> list[Score]:
         functions = {"f": ("hostile_rewards:waits_for_a_file", {})}
-        pool = RewardPool(functions, 1, TIMEOUT_S, USUAL)
+        pool = RewardPool(functions, 1, TIMEOUT_S)
         texts = [sample("x" * size, folder=str(tmp_path)) for size in (1, 2, 3)]
         try:
             given_up = asyncio.create_task(pool.score("f", texts[0]))
@@ -160,8 +158,7 @@ def test_a_write_to_descriptors_costs_its_sample_alone(sample, text):
 
 
 def test_memory_beyond_the_limit_costs_its_sample_alone(sample):
-    limits = WorkerLimits(memory_gb=0.75)
-    bad, good = scores("eats_memory", sample("eat"), sample("x"), limits=limits)
+    bad, good = scores("eats_memory", sample("eat"), sample("x"), memory_gb=0.75)
     assert "raised MemoryError" in failure(bad).reason
     assert "hostile_rewards.py" in failure(bad).place
     assert failure(bad).reason.endswith("(reward.memory_gb is 0.75)")
