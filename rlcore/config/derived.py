@@ -303,18 +303,31 @@ def passes(
         whole_step_loss: the loss needs the log-probs of the whole optimizer step before it is
             split.
     """
-    kl = config.algorithm.kl
+    algorithm = config.algorithm
+    training = config.training
+    kl = algorithm.kl
     reference = not config.is_sft and bool(
         kl.reward_coef
         or kl.loss_coef
         or kl.monitor
-        or config.training.early_stopping
+        or training.early_stopping
         or REFERENCE_FIELDS.intersection((*estimator_needs, *loss_needs))
     )
     critic = needs_critic(estimator_needs)
-    policy = not config.is_sft and (
+    # A single update sees the whole batch with the weights that generated it.
+    updated_once = (
+        updates_per_step(config) == 1
+        and training.debug != "rollout_only"
+        and not (critic and config.critic.warmup_steps)
+    )
+    policy = not config.is_sft and bool(
         whole_step_loss
-        or _scored_before_update(config, estimator_needs, reference=reference, critic=critic)
+        or algorithm.old_logprobs == "recompute"
+        or training.early_stopping
+        or config.policy.routing_replay == "logprobs"
+        or any(coefficients(config).values())
+        or not {"kl", "logprobs"}.isdisjoint(estimator_needs)
+        or (not updated_once and (algorithm.old_logprobs == "auto" or reference))
     )
     return Passes(policy, reference, needs_teacher(config, estimator_needs), critic)
 
@@ -331,28 +344,3 @@ def built_in_passes(config: Config) -> Passes | None:
         loss_needs=loss.needs,
         whole_step_loss=loss.batch_stats,
     )
-
-
-def _scored_before_update(
-    config: Config, needs: Collection[str], *, reference: bool, critic: bool
-) -> bool:
-    """Whether the policy needs a separate pass before the update.
-
-    It needs none if a single update sees the whole batch with the weights that generated it.
-    """
-    algorithm = config.algorithm
-    training = config.training
-    if (
-        algorithm.old_logprobs == "recompute"
-        or training.early_stopping
-        or config.policy.routing_replay == "logprobs"
-    ):
-        return True
-    if any(coefficients(config).values()) or not {"kl", "logprobs"}.isdisjoint(needs):
-        return True
-    updated_once = (
-        updates_per_step(config) == 1
-        and training.debug != "rollout_only"
-        and not (critic and config.critic.warmup_steps)
-    )
-    return not updated_once and (algorithm.old_logprobs == "auto" or reference)

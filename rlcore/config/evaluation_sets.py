@@ -57,15 +57,13 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
     given = config.evaluation
     shared = {name: getattr(given, name) for name in EvaluationSettings.model_fields}
     unnamed = EvaluationSetConfig(paths=given.paths, **shared)
-    found = {"": unnamed} if given.paths else {}
-    return [_named(name, part) for name, part in (found | given.sets).items()]
-
-
-def _named(name: str, part: EvaluationSetConfig) -> EvaluationSet:
-    k = part.k
-    if k is None:
-        k = [1, part.samples_per_prompt] if name else []
-    return EvaluationSet(**{**dict(part), "name": name, "k": sorted(set(k))})
+    found = []
+    for name, part in (({"": unnamed} if given.paths else {}) | given.sets).items():
+        k = part.k
+        if k is None:
+            k = [1, part.samples_per_prompt] if name else []
+        found.append(EvaluationSet(**{**dict(part), "name": name, "k": sorted(set(k))}))
+    return found
 
 
 def sets_due(config: Config, step: int, *, ended: bool) -> list[str]:

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlcore.config.checks.all_checks import check, notes_on
-from rlcore.config.messages import Problem, config_error, invalid_values
+from rlcore.config.messages import Problem, config_error, invalid_value
 from rlcore.config.schema import may_be_null, section_at
-from rlcore.config.secrets import MASK, hide_secrets, masked_keys
+from rlcore.config.secrets import MASK, hide_secrets, texts
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.root import Config
 from rlcore.config.yaml_settings import (
@@ -120,7 +120,7 @@ def refuse_masked(loaded: Loaded) -> None:
     Raises:
         ConfigError: names every masked key.
     """
-    found = list(masked_keys(loaded.config.model_dump()))
+    found = [".".join(path) for path, text in texts(loaded.config.model_dump()) if MASK in text]
     if found:
         more = f"; the same for {', '.join(found[1:])}" if found[1:] else ""
         raise loaded.error(
@@ -149,7 +149,8 @@ def _validate(tree: Tree) -> Config:
             _numbers_as_text(values, tree, error)
             return Config.model_validate(values)
     except ValidationError as error:
-        raise config_error(invalid_values(error, tree), tree) from None
+        found = error.errors(include_url=False)
+        raise config_error([invalid_value(details, tree) for details in found], tree) from None
 
 
 def _numbers_as_text(values: dict[str, Any], tree: Tree, error: ValidationError) -> None:
@@ -180,8 +181,8 @@ def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -
         if isinstance(new, dict):
             old = merged.get(key)
             old = old if isinstance(old, dict) else {}
-            if section is not None and issubclass(section, Plugin) and _renamed(old, new):
-                old = _without_keywords(old, section, here, notes)
+            if section is not None and issubclass(section, Plugin):
+                old = _kept(old, new, section, here, notes)
             merged[key] = _on_top(old, new, notes, here)
         elif new.value is not None or section is None or may_be_null(here):
             merged[key] = new
@@ -190,23 +191,17 @@ def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -
     return merged
 
 
-def _without_keywords(
-    tree: Tree, section: type[Plugin], path: KeyPath, notes: list[Problem]
-) -> Tree:
+def _kept(old: Tree, new: Tree, section: type[Plugin], path: KeyPath, notes: list[Problem]) -> Tree:
     """Drop the keywords of a plugin that a later layer replaces by another."""
+    names = [tree.get("name") for tree in (old, new)]
+    values = [name.value for name in names if isinstance(name, Setting)]
+    if len(values) < 2 or values[0] == values[1]:
+        return old
     own = section.model_fields.keys() - section.keywords
-    if dropped := [name for name in tree if name not in own]:
+    if dropped := [name for name in old if name not in own]:
         message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
         notes.append(Problem(".".join(path), message))
-    return {name: node for name, node in tree.items() if name in own}
-
-
-def _renamed(old: Tree, new: Tree) -> bool:
-    before = old.get("name")
-    after = new.get("name")
-    return (
-        isinstance(before, Setting) and isinstance(after, Setting) and before.value != after.value
-    )
+    return {name: node for name, node in old.items() if name in own}
 
 
 def _origins(config: Config, tree: Tree) -> dict[str, str]:

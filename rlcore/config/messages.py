@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlcore.config.other_trainers import keys_like
@@ -60,12 +59,8 @@ def config_error(problems: Iterable[Problem], tree: Tree) -> ConfigError:
     return ConfigError("\n".join(p.at(origin(tree, tuple(p.path.split(".")))) for p in problems))
 
 
-def invalid_values(error: ValidationError, tree: Tree) -> list[Problem]:
-    """Convert pydantic's errors."""
-    return [_problem(details, tree) for details in error.errors(include_url=False)]
-
-
-def _problem(details: ErrorDetails, tree: Tree) -> Problem:
+def invalid_value(details: ErrorDetails, tree: Tree) -> Problem:
+    """Convert one of pydantic's errors."""
     path = tuple(str(key) for key in details["loc"])
     dotted = ".".join(path)
     if details["type"] == "extra_forbidden":
@@ -117,9 +112,8 @@ def unknown_key(path: KeyPath, value: Any = None) -> str:
         found = {inner: suggest(inner) for inner in _leaves(path, value)}
         if known := [f"{'.'.join(inner)} is {key} here" for inner, key in found.items() if key]:
             return f"unknown key; {', '.join(known)}"
-    if near.startswith("("):
-        return f"unknown key {near}"
-    return "unknown key" + (f"; did you mean {near}?" if near else "")
+    hint = f"; did you mean {near}?" if near else ""
+    return f"unknown key {near}" if near.startswith("(") else f"unknown key{hint}"
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
@@ -135,9 +129,18 @@ def suggest(path: KeyPath) -> str | None:
 
     Keys of the same section come first, then the counterparts of other trainers' keys.
     """
+
+    def leaf(key: str) -> str:
+        return key.rpartition(".")[2]
+
+    def likeness(key: str) -> float:
+        """Return the similarity of the last words; a common first section breaks ties."""
+        alike = difflib.SequenceMatcher(None, path[-1], leaf(key)).ratio()
+        return alike + 0.05 * (path[0] == key.split(".")[0])
+
     section = section_at(path[:-1])
     siblings = list(section.model_fields) if section is not None else []
-    inside = [key for key in known_keys() if _ends(key) == (path[0], path[-1])]
+    inside = [key for key in known_keys() if (key.split(".")[0], leaf(key)) == (path[0], path[-1])]
     for cutoff in (0.9, 0.75):
         if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=cutoff):
             return ".".join((*path[:-1], near[0]))
@@ -146,18 +149,5 @@ def suggest(path: KeyPath) -> str | None:
         if keys := keys_like(path):
             return " or ".join(keys)
     candidates = [*known_keys(), *(".".join(p) for p in sections() if p)]
-    scored = [(_likeness(path, key), -index, key) for index, key in enumerate(candidates)]
-    score, _, key = max(scored)
-    return key if score >= 0.75 else None
-
-
-def _ends(key: str) -> tuple[str, str]:
-    parts = key.split(".")
-    return parts[0], parts[-1]
-
-
-def _likeness(path: KeyPath, key: str) -> float:
-    """Return the similarity of the last words; a common first section breaks ties."""
-    parts = key.split(".")
-    leaf = difflib.SequenceMatcher(None, path[-1], parts[-1]).ratio()
-    return leaf + 0.05 * (path[0] == parts[0])
+    nearest = max(candidates, key=likeness)
+    return nearest if likeness(nearest) >= 0.75 else None

@@ -62,7 +62,13 @@ def path_problem(given: str, leads_to: LeadsTo) -> str | None:
     kind = leads_to.kind
     expected = f"expected {leads_to.expected}"
     if kind == "output":
-        return _output_problem(path, expected)
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        if not path.is_dir():
+            return f"{path} is a file; {expected}"
+        if not os.access(path, os.W_OK | os.X_OK):
+            return f"{path} may not be written to by the user who starts this; {expected}"
+        return None
     if kind == "program" and (found := shutil.which(given)):
         path = Path(found)
     if kind == "checkpoint":
@@ -87,17 +93,6 @@ def split_reference(path: Path) -> tuple[Path, str]:
     run, at, which = str(path).rpartition("@")
     is_reference = at and (which == "best" or which.isdecimal()) and not path.exists()
     return (Path(run), which) if is_reference else (path, "")
-
-
-def _output_problem(path: Path, expected: str) -> str | None:
-    there = path
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        return f"{there} is a file; {expected}"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} may not be written to by the user who starts this; {expected}"
-    return None
 
 
 def _marker(parts: list[Any]) -> LeadsTo | None:

@@ -10,8 +10,6 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from pydantic.fields import FieldInfo
-
 from rlcore.config.schema import is_entry, listed, may_be_null, sections
 from rlcore.config.sections.base import Plugin, Section
 
@@ -26,7 +24,7 @@ meaning. `NAME` is a name of your own. How files, overrides and sections work to
 
 
 class Key(NamedTuple):
-    """One key that holds a value."""
+    """One key that holds a value, as text."""
 
     path: str
     type: str
@@ -37,12 +35,16 @@ class Key(NamedTuple):
 def keys(section: type[Section], path: tuple[str, ...]) -> list[Key]:
     """Return the keys of `section` that are listed at `path`; inner sections are left out."""
     meanings = _meanings(section)
-    names, _ = listed()[path]
-    return [
-        Key(".".join((*path, name)), _type(field), _default(field), meanings[name])
-        for name, field in section.model_fields.items()
-        if name in names
-    ]
+    found = []
+    for name in listed()[path][0]:
+        field = section.model_fields[name]
+        default = "required"
+        if not field.is_required():
+            default = f"`{json.dumps(field.get_default(call_default_factory=True))}`"
+        kind, null, _ = _type_name(field.annotation).partition(" or null")
+        kind += _limits(field.metadata) + null
+        found.append(Key(".".join((*path, name)), kind, default, meanings[name]))
+    return found
 
 
 def list_keys() -> Iterator[str]:
@@ -70,15 +72,11 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
         lines[-1] += f" Its other keys are those of `{'.'.join(home)}`."
     if rows := keys(section, path):
         lines += ["", "| key | type; default | meaning |", "|---|---|---|"]
-        lines += [f"| `{k.path}` | {_value(k)} | {k.meaning} |" for k in rows]
+    for key in rows:
+        # A default of null says that null is a value.
+        kind = key.type.removesuffix(" or null") if key.default == "`null`" else key.type
+        lines.append(f"| `{key.path}` | {kind}; {key.default} | {key.meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _value(key: Key) -> str:
-    """Join type and default; a default of null says that null is a value."""
-    if key.default == "`null`":
-        return f"{key.type.removesuffix(' or null')}; {key.default}"
-    return f"{key.type}; {key.default}"
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
@@ -93,11 +91,6 @@ def _meanings(section: type[Section]) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
-
-
-def _type(field: FieldInfo) -> str:
-    name, null, _ = _type_name(field.annotation).partition(" or null")
-    return name + _limits(field.metadata) + null
 
 
 def _type_name(annotation: Any) -> str:
@@ -126,9 +119,3 @@ def _limits(metadata: list[Any]) -> str:
         if hasattr(item, name)
     ]
     return ",".join(limits)
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return f"`{json.dumps(field.get_default(call_default_factory=True))}`"

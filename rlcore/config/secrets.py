@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from rlcore.config.schema import section_at
-from rlcore.config.yaml_settings import KeyPath, read_override, settings
+from rlcore.config.yaml_settings import KeyPath, plain, read_override
 from rlcore.errors import ConfigError
 from rlcore.terminal import MASK, hide, redacted
 
@@ -57,14 +57,15 @@ _BEARER = re.compile(r"(?<=Bearer )[\w.~+/=-]{6,}|(?<=Basic )[\w+/=]{12,}")
 
 def masked(values: Mapping[str, Any], path: KeyPath = ()) -> dict[str, Any]:
     """Return the nested values of a configuration with every secret masked."""
-    return _Masker().map(values, path)
+    shown: dict[str, Any] = _Masker().value(values, path)
+    return shown
 
 
 def hide_secrets(values: Mapping[str, Any]) -> None:
     """Mask the secrets of a configuration and of our environment in this process's output."""
     masker = _Masker()
-    masker.map(values, ())
-    named = {value for key, value in _leaves(values) if key.endswith("_env")}
+    masker.value(values, ())
+    named = {text for path, text in texts(values) if path[-1].endswith("_env")}
     for name, value in os.environ.items():
         if name in named or _is_secret_name(name):
             masker.found.add(value)
@@ -92,15 +93,16 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     return [_masked_argument(argument) for argument in arguments]
 
 
-def masked_keys(value: Any, path: KeyPath = ()) -> Iterator[str]:
-    """Yield the dotted key of every value that `masked` masked."""
+def texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every text of nested values with its key; the items of a list have the list's."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from masked_keys(inner, (*path, str(key)))
+            yield from texts(inner, (*path, str(key)))
     elif isinstance(value, list | tuple):
-        yield from (found for item in value for found in masked_keys(item, path))
-    elif isinstance(value, str) and MASK in value:
-        yield ".".join(path)
+        for item in value:
+            yield from texts(item, path)
+    elif isinstance(value, str):
+        yield path, value
 
 
 class _Masker:
@@ -109,14 +111,10 @@ class _Masker:
     def __init__(self) -> None:
         self.found: set[str] = set()
 
-    def map(self, values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-        """Mask the values of a map."""
-        return {key: self.value(value, (*path, str(key))) for key, value in values.items()}
-
     def value(self, value: Any, path: KeyPath) -> Any:
         """Mask a value of the configuration."""
         if isinstance(value, Mapping):
-            return self.map(value, path)
+            return {key: self.value(inner, (*path, str(key))) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return self._words(value, path)
         if not isinstance(value, str) or not value:
@@ -142,11 +140,8 @@ class _Masker:
         # Whether the previous word is an option that is secret by name.
         of_secret = False
         for value in values:
-            if of_secret and isinstance(value, str) and value:
-                masked_values.append(self._hidden(value))
-                of_secret = False
-                continue
-            known = self.value(value, path)
+            is_secret_text = of_secret and isinstance(value, str) and value
+            known = self._hidden(value) if is_secret_text else self.value(value, path)
             found = _OPTION.fullmatch(known) if isinstance(known, str) else None
             of_secret = False
             if found is not None and _is_secret_name(found[2]):
@@ -184,18 +179,6 @@ class _Masker:
         return MASK
 
 
-def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the last key and the value of every text."""
-    if isinstance(values, Mapping):
-        for inner, value in values.items():
-            yield from _leaves(value, str(inner))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _leaves(value, key)
-    elif isinstance(values, str):
-        yield key, values
-
-
 def _masked_argument(argument: str) -> str:
     key, equals, _ = argument.partition("=")
     if not equals or argument.startswith("-"):
@@ -205,10 +188,8 @@ def _masked_argument(argument: str) -> str:
     except ConfigError:
         # The argument is not an override; the command itself refuses it.
         return mask_text(argument)
-    holds_secrets = any(
-        _Masker().value(setting.value, path) != setting.value for path, setting in settings(tree)
-    )
-    return f"{key}={MASK}" if holds_secrets else argument
+    values = plain(tree)
+    return argument if masked(values) == values else f"{key}={MASK}"
 
 
 def _is_secret_name(key: str) -> bool:

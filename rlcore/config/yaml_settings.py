@@ -144,18 +144,14 @@ class ConfigDumper(yaml.SafeDumper):
         return True
 
 
-def _own_rules(cls: type[ConfigLoader] | type[ConfigDumper]) -> None:
-    dropped = {_TAG + kind for kind in ("int", "float", "timestamp")}
-    cls.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in rules if tag not in dropped]
-        for first, rules in cls.yaml_implicit_resolvers.items()
+_DROPPED = {_TAG + kind for kind in ("int", "float", "timestamp")}
+for _class in (ConfigLoader, ConfigDumper):
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in rules if tag not in _DROPPED]
+        for first, rules in _class.yaml_implicit_resolvers.items()
     }
-    cls.add_implicit_resolver(_TAG + "int", _INT, _DIGITS)
-    cls.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
-
-
-_own_rules(ConfigLoader)
-_own_rules(ConfigDumper)
+    _class.add_implicit_resolver(_TAG + "int", _INT, _DIGITS)
+    _class.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
 ConfigDumper.add_representer(float, ConfigDumper.represent_float)
 ConfigDumper.add_representer(str, ConfigDumper.represent_text)
 

@@ -1,7 +1,7 @@
 """All checks in their order, made when a configuration is loaded.
 
 A section checks itself (`Section.errors`). A check across sections is a function here that yields
-key and message for every wrong key. `rlcore validate` prints the first paragraph of each docstring.
+key and message for every wrong key. `rlcore validate` prints each docstring.
 A function `..._notes` yields warnings: keys that are legal but have no effect, or not the expected
 one. Pure: no torch, no files, no network.
 """
@@ -67,5 +67,4 @@ def describe_checks() -> list[str]:
     """Return one line per check."""
     own = [section.errors for section in dict.fromkeys(sections().values())]
     within = [one for one in own if one is not Section.errors]
-    paragraphs = [(one.__doc__ or "").partition("\n\n")[0] for one in (*within, *CHECKS)]
-    return [" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs]
+    return [" ".join((one.__doc__ or "").split()).rstrip(".") for one in (*within, *CHECKS)]

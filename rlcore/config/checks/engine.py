@@ -176,26 +176,11 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"{SERVER}.{name}", f"not to be given here: {instead}")
-    yield from _quantised(engine)
-    parts = server_argument(engine, ATTENTION_PARTS)
-    ranks = engine.tensor_parallel
-    if parts is not None and (not isinstance(parts, int) or parts < 1 or ranks % parts):
-        message = f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel ({ranks}), whose"
-        yield Problem(f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are divided among the parts")
-    if engine.host in ANY_ADDRESS:
-        message = f"{engine.host!r} is every address of this machine; give one at which others can"
-        yield Problem(f"{ENGINE}.host", f"{message} reach it")
-    if engine.device not in (None, "cuda", "cpu"):
-        message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses"
-        yield Problem(f"{ENGINE}.device", f"{message} among GPUs")
-
-
-def _quantised(engine: EngineConfig) -> Iterator[Problem]:
-    """Yield arguments with which an engine could not load the published weights."""
     for name, value in engine.server.items():
         argument = argument_name(name)
         if argument not in QUANTISING or value in QUANTISING[argument]:
             continue
+        # The engine could not load the published weights.
         load_format = server_argument(engine, "load_format")
         if engine.quantization is not None:
             yield Problem(
@@ -211,6 +196,17 @@ def _quantised(engine: EngineConfig) -> Iterator[Problem]:
                 f" (dense Qwen2 and Qwen3; got load_format {load_format!r}): leave it out and set"
                 f" {ENGINE}.quantization: fp8, which publishes in FP8, or set both",
             )
+    parts = server_argument(engine, ATTENTION_PARTS)
+    ranks = engine.tensor_parallel
+    if parts is not None and (not isinstance(parts, int) or parts < 1 or ranks % parts):
+        message = f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel ({ranks}), whose"
+        yield Problem(f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are divided among the parts")
+    if engine.host in ANY_ADDRESS:
+        message = f"{engine.host!r} is every address of this machine; give one at which others can"
+        yield Problem(f"{ENGINE}.host", f"{message} reach it")
+    if engine.device not in (None, "cuda", "cpu"):
+        message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses"
+        yield Problem(f"{ENGINE}.device", f"{message} among GPUs")
 
 
 def engine_transport(config: Config) -> Found:

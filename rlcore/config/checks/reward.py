@@ -25,8 +25,21 @@ def graders(config: Config) -> Iterator[Problem]:
     """Rewards have parts; built-in graders exist and accept their arguments."""
     limit = config.rollout.sampling.max_new_tokens
     for path, reward in _rewards(config):
-        if reward.parts or not config.is_sft or path != "reward":
-            yield from reward_problems(reward, limit, path)
+        if not reward.parts and not (config.is_sft and path == "reward"):
+            message = "empty: give one part or more, each with a `function` or a `service`"
+            yield Problem(f"{path}.parts", message)
+        for name, part in reward.parts.items():
+            where = f"{path}.parts.{name}"
+            function = part.function
+            if function in GRADERS:
+                yield from _arguments(function, part.args, limit, f"{where}.args")
+            elif function is not None and ":" not in function:
+                hint = _meant(function, GRADERS)
+                module, dot, attribute = function.rpartition(".")
+                if dot:
+                    hint = f"; did you mean '{module}:{attribute}', with a colon?"
+                message = f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
+                yield Problem(f"{where}.function", f"{message} package.module:function)")
 
 
 def keys_over_tls(config: Config) -> Found:
@@ -76,33 +89,8 @@ def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
             yield path, url
 
 
-def reward_problems(
-    reward: RewardConfig, max_new_tokens: int | None, path: str = "reward"
-) -> Iterator[Problem]:
-    """Yield the errors of a reward.
-
-    Args:
-        max_new_tokens: the limit of the responses to score.
-        path: the section's key.
-    """
-    if not reward.parts:
-        message = "empty: give one part or more, each with a `function` or a `service`"
-        yield Problem(f"{path}.parts", message)
-    for name, part in reward.parts.items():
-        function = part.function
-        if function in GRADERS:
-            yield from _arguments(function, part.args, max_new_tokens, f"{path}.parts.{name}.args")
-        elif function is not None and ":" not in function:
-            hint = _meant(function, GRADERS)
-            module, dot, attribute = function.rpartition(".")
-            if dot:
-                hint = f"; did you mean '{module}:{attribute}', with a colon?"
-            message = f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
-            yield Problem(f"{path}.parts.{name}.function", f"{message} package.module:function)")
-
-
 def _arguments(
-    function: str, args: dict[str, Any], max_new_tokens: int | None, path: str
+    function: str, args: dict[str, Any], max_new_tokens: int, path: str
 ) -> Iterator[Problem]:
     """Yield arguments that a built-in grader does not accept."""
     known = GRADERS[function].model_fields
@@ -123,7 +111,7 @@ def _arguments(
         return
     if isinstance(given, OverlongArgs):
         limit = given.max_tokens or max_new_tokens
-        if limit is None or given.buffer > limit:
+        if given.buffer > limit:
             message = f"got {given.buffer}, expected at most the limit of {limit} tokens"
             where = "args.max_tokens, or rollout.sampling.max_new_tokens"
             yield Problem(f"{path}.buffer", f"{message} ({where})")

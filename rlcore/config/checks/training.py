@@ -192,11 +192,11 @@ def routing(config: Config) -> Found:
 def ray_launcher(config: Config) -> Found:
     """No key decides what Ray decides: addresses, GPUs and their shares."""
     engine = config.rollout.engine
+    ray = config.cluster.ray
     if config.cluster.launcher != "ray":
         return
-    address = config.cluster.ray.address
-    if address is not None and "://" in address:
-        message = f"got {address!r}, expected HOST:PORT of the cluster's head node"
+    if ray.address is not None and "://" in ray.address:
+        message = f"got {ray.address!r}, expected HOST:PORT of the cluster's head node"
         yield "cluster.ray.address", f"{message}: start `rlcore train` on one of its nodes"
     if engine.colocated and is_import_path(engine.kind):
         yield (
@@ -206,13 +206,6 @@ def ray_launcher(config: Config) -> Found:
         )
     if engine.gpus:
         yield "rollout.engine.gpus", f"got {engine.gpus}, but Ray chooses GPUs: leave it out"
-    yield from _gpu_shares(config)
-
-
-def _gpu_shares(config: Config) -> Found:
-    """Refuse shares that Ray does not support: it gives a share of one GPU, or whole GPUs."""
-    ray = config.cluster.ray
-    engine = config.rollout.engine
     if not (ray.rank_gpus < 1 or ray.rank_gpus.is_integer()):
         yield "cluster.ray.rank_gpus", f"got {ray.rank_gpus:g}, {_SHARES}"
     if engine.device == "cpu" or engine.is_external or not generates(config):
