@@ -27,36 +27,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     argparse collects files and overrides only up to the next flag, so the rest are added here.
     """
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_key(arguments, rest)}")
-    if rest:
-        arguments.settings += rest
-    return arguments
-
-
-def _as_key(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
-    """Explain that a configuration key is not a flag, as it is in other trainers."""
-    if "settings" not in arguments:
-        return ""
-    from rlcore.config.messages import suggest
-
-    flag = next(argument for argument in rest if argument.startswith("-"))
-    key = suggest(tuple(flag.partition("=")[0].lstrip("-").split(".")))
-    return f" (a key of the configuration is given as {key or 'KEY'}=VALUE, without dashes)"
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlcore", description="Reinforcement learning for language models."
     )
     parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_configured(commands)
-    _add_servers(commands)
     _add_others(commands)
-    return parser
+    arguments, rest = parser.parse_known_args(argv)
+    flags = [argument for argument in rest if argument.startswith("-")]
+    hint = ""
+    if flags and "settings" in arguments:
+        # In other trainers a configuration key is a flag.
+        from rlcore.config.messages import suggest
+
+        key = suggest(tuple(flags[0].partition("=")[0].lstrip("-").split("."))) or "KEY"
+        hint = f" (a key of the configuration is given as {key}=VALUE, without dashes)"
+    if flags or (rest and "settings" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    if rest:
+        arguments.settings += rest
+    return arguments
 
 
 def _command(
@@ -120,10 +111,6 @@ def _add_configured(commands: Commands) -> None:
     sub.add_argument("--world", type=_positive, metavar="W", help=text)
     text = "the tokens of the rank's experts over an even share (1)"
     sub.add_argument("--skew", type=float, default=1.0, metavar="FACTOR", help=text)
-
-
-def _add_servers(commands: Commands) -> None:
-    """Add the commands that run servers for a trainer."""
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
     sub = _command(commands, "engine", text, "*")
     text = "a JSON file for their URLs; it exists while they are ready"

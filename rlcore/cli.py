@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         START.origin = process_start()
         sys.excepthook = _print_traceback
     given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse(given)
-    arguments.given = given
-    code = _run(arguments)
+    args = parse(given)
+    args.given = given
+    code = _run(args)
     if argv is None:
         # The process ends here, even if a plugin left threads behind.
         leave_in_time(code)
@@ -51,9 +51,9 @@ def _print_traceback(
     print(printable(mask_text(text)), end="", file=sys.stderr, flush=True)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
-        result = COMMANDS[arguments.command](arguments)
+        result = COMMANDS[args.command](args)
         if isinstance(result, int):
             return result
         for line in result:
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("rlcore: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        if arguments.command in _LONG:
+        if args.command in _LONG:
             print("rlcore: standard output or another pipe was closed", file=sys.stderr)
             return FAILED
         # The reader has read enough, as in `rlcore metrics | head`.
@@ -87,13 +87,13 @@ def _run(arguments: argparse.Namespace) -> int:
 # --- commands -------------------------------------------------------------------------------------
 
 
-def train(arguments: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> int:
     """Check the plugins and train with the configured launcher."""
     # SIGTERM acts like Ctrl-C until the run handles both. Ranks keep the default, since they may be
     # in native code, which runs no Python handler.
     with nullcontext() if is_rank() else handling_stop_signals(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
-        loaded = _load([*launcher, *arguments.settings])
+        loaded = _load([*launcher, *args.settings])
         if resolved_by_launcher() is None:
             from rlcore.launch.doctor.machine import at_start
             from rlcore.launch.input_checks import check_plugins
@@ -105,16 +105,13 @@ def train(arguments: argparse.Namespace) -> int:
         from rlcore.launch import launchers
 
         return launchers.train(
-            loaded,
-            resume=arguments.resume,
-            overwrite=arguments.overwrite,
-            arguments=arguments.given,
+            loaded, resume=args.resume, overwrite=args.overwrite, arguments=args.given
         )
 
 
-def validate(arguments: argparse.Namespace) -> int:
+def validate(args: argparse.Namespace) -> int:
     """Print the configuration, the checks that ran and those left out, and the notes."""
-    loaded = _load(arguments.settings)
+    loaded = _load(args.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.yaml_settings import render_config
     from rlcore.import_paths import import_torch_lazily
@@ -130,7 +127,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
         notes += input_checks.check_plugins(loaded)
         made += input_checks.MADE
-        if arguments.elsewhere:
+        if args.elsewhere:
             left_out += [f"{line}: --elsewhere" for line in input_checks.MADE_HERE]
         else:
             input_checks.check_folders(loaded.config, world_size(loaded.config), here=False)
@@ -144,17 +141,17 @@ def validate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def data(arguments: argparse.Namespace) -> Iterable[str]:
+def data(args: argparse.Namespace) -> Iterable[str]:
     """Print rows as the model will see them, and count their tokens."""
-    loaded = _load(arguments.settings)
+    loaded = _load(args.settings)
     from rlcore.launch.commands.data import show_data
 
-    return show_data(loaded.config, rows=arguments.rows, ask_services=arguments.ask_services)
+    return show_data(loaded.config, rows=args.rows, ask_services=args.ask_services)
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     """Print what this machine and its environments lack; exit code 1 if a run would fail."""
-    loaded = _load(arguments.settings) if arguments.settings else None
+    loaded = _load(args.settings) if args.settings else None
     from rlcore.launch.doctor.checks import check_machine
 
     failed = 0
@@ -166,159 +163,149 @@ def doctor(arguments: argparse.Namespace) -> int:
     return FAILED if failed else 0
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> int:
     """Score a Hugging Face folder, a checkpoint, or the configured model."""
     chosen: list[str] = []
-    if arguments.model is not None:
-        path = json.dumps(str(arguments.model))
+    if args.model is not None:
+        path = json.dumps(str(args.model))
         chosen = [f"policy.checkpoint={path}"]
-        if (arguments.model / "config.json").is_file():
+        if (args.model / "config.json").is_file():
             chosen = [f"model.path={path}", "policy.checkpoint=null"]
     launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
-    loaded = _load([*launcher, *arguments.settings, *chosen])
+    loaded = _load([*launcher, *args.settings, *chosen])
     if not (loaded.config.evaluation.paths or loaded.config.evaluation.sets):
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
     from rlcore.launch.commands.evaluate import evaluate_model
 
     return evaluate_model(
-        loaded,
-        output=arguments.output,
-        sets=arguments.set,
-        all_ranks=arguments.all_ranks,
-        arguments=arguments.given,
+        loaded, output=args.output, sets=args.set, all_ranks=args.all_ranks, arguments=args.given
     )
 
 
-def engine(arguments: argparse.Namespace) -> int:
+def engine(args: argparse.Namespace) -> int:
     """Run SGLang engines without a trainer."""
     from rlcore.launch.commands.engine import node_of, serve_engines
 
-    node = node_of(arguments.nodes, arguments.node_rank, arguments.head)
-    loaded = _load(arguments.settings)
-    return serve_engines(loaded.config, urls_file=arguments.urls_file, node=node)
+    node = node_of(args.nodes, args.node_rank, args.head)
+    loaded = _load(args.settings)
+    return serve_engines(loaded.config, urls_file=args.urls_file, node=node)
 
 
-def export(arguments: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face folder."""
     from rlcore.launch.commands.export import export_checkpoint
 
-    source = f"{arguments.source}@best" if arguments.best else arguments.source
-    return export_checkpoint(Path(source), arguments.folder)
+    source = f"{args.source}@best" if args.best else args.source
+    return export_checkpoint(Path(source), args.folder)
 
 
-def ledger(arguments: argparse.Namespace) -> int:
+def ledger(args: argparse.Namespace) -> int:
     """Show the ledger of a run; exit code 1 if it does not balance."""
     from rlcore.launch.commands.ledger import show_ledger
 
-    return show_ledger(
-        arguments.run, draw=arguments.draw, as_json=arguments.json, recordings=not arguments.quick
-    )
+    return show_ledger(args.run, draw=args.draw, as_json=args.json, recordings=not args.quick)
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> int:
     """Print what differs between two runs; exit code 1 if anything does."""
     from rlcore.launch.commands.compare import compare_runs
 
-    return compare_runs(arguments.a, arguments.b, tolerance=arguments.tolerance)
+    return compare_runs(args.a, args.b, tolerance=args.tolerance)
 
 
-def plan_layouts(arguments: argparse.Namespace) -> Iterable[str]:
+def plan_layouts(args: argparse.Namespace) -> Iterable[str]:
     """Print the layouts that fit."""
-    loaded = _load(arguments.settings)
+    loaded = _load(args.settings)
     from rlcore.launch.commands.plan import plan
 
     return plan(
         loaded.config,
-        trainer_gpus=arguments.trainer_gpus,
-        engine_gpus=arguments.engine_gpus,
-        gpu_memory=arguments.gpu_memory,
-        gpu=arguments.gpu,
+        trainer_gpus=args.trainer_gpus,
+        engine_gpus=args.engine_gpus,
+        gpu_memory=args.gpu_memory,
+        gpu=args.gpu,
     )
 
 
-def dry_run(arguments: argparse.Namespace) -> Iterable[str]:
+def dry_run(args: argparse.Namespace) -> Iterable[str]:
     """Print the memory and the work of single ranks of a configuration."""
-    loaded = _load(arguments.settings)
+    loaded = _load(args.settings)
     from rlcore.launch.commands.dryrun import dry_run as rehearse
 
     return rehearse(
         loaded.config,
-        world=arguments.world,
-        ranks=arguments.rank,
-        skew=arguments.skew,
-        gpu_memory=arguments.gpu_memory,
+        world=args.world,
+        ranks=args.rank,
+        skew=args.skew,
+        gpu_memory=args.gpu_memory,
     )
 
 
-def view(arguments: argparse.Namespace) -> int:
+def view(args: argparse.Namespace) -> int:
     """Serve a web page about runs, or write it to a file."""
     from rlcore.launch.commands.view import view_runs
 
     return view_runs(
-        arguments.runs,
-        port=arguments.port,
-        follow=arguments.follow,
-        export=arguments.export,
-        step=arguments.step,
+        args.runs, port=args.port, follow=args.follow, export=args.export, step=args.step
     )
 
 
-def status(arguments: argparse.Namespace) -> Iterable[str]:
+def status(args: argparse.Namespace) -> Iterable[str]:
     """Print the progress and the engines of a run, or the runs on a Ray cluster."""
-    if arguments.run is not None:
+    if args.run is not None:
         from rlcore.launch.run_folder import describe_run
 
-        return describe_run(arguments.run)
+        return describe_run(args.run)
     from rlcore.launch.launchers import need_ray
 
     need_ray()
     from rlcore.launch.ray import status as runs
 
-    return runs.status(arguments.address)
+    return runs.status(args.address)
 
 
-def stop(arguments: argparse.Namespace) -> Iterable[str]:
+def stop(args: argparse.Namespace) -> Iterable[str]:
     """Ask a run on a Ray cluster to end cleanly, and wait for its end."""
     from rlcore.launch.launchers import need_ray
 
     need_ray()
     from rlcore.launch.ray import status as runs
 
-    return [runs.stop(arguments.run, arguments.address, timeout_s=arguments.timeout)]
+    return [runs.stop(args.run, args.address, timeout_s=args.timeout)]
 
 
-def init_model(arguments: argparse.Namespace) -> Iterable[str]:
+def init_model(args: argparse.Namespace) -> Iterable[str]:
     """Write a small model with random weights."""
     from transformers.utils import logging
 
     from rlcore.launch.commands.init_model import ModelSpec
     from rlcore.launch.commands.init_model import init_model as write
 
-    options = vars(arguments)
+    options = vars(args)
     given = {name: options[name] for name in MODEL_OPTIONS if options[name] is not None}
-    spec = ModelSpec.preset(arguments.preset, **given)
+    spec = ModelSpec.preset(args.preset, **given)
     logging.disable_progress_bar()
-    count = write(arguments.folder, spec, overwrite=arguments.overwrite)
+    count = write(args.folder, spec, overwrite=args.overwrite)
     described = f"{spec.family}, {count:,} parameters, {spec.vocab_size} symbols"
-    return [f"{arguments.folder}: {described}"]
+    return [f"{args.folder}: {described}"]
 
 
-def metrics(arguments: argparse.Namespace) -> Iterable[str]:
+def metrics(args: argparse.Namespace) -> Iterable[str]:
     """Print the definition of every metric."""
     from rlcore.launch.commands.catalogue import list_metrics, metrics_page
 
-    return metrics_page().splitlines() if arguments.markdown else list_metrics()
+    return metrics_page().splitlines() if args.markdown else list_metrics()
 
 
-def config(arguments: argparse.Namespace) -> Iterable[str]:
+def config(args: argparse.Namespace) -> Iterable[str]:
     """Print every key of a configuration, or the algorithms with their keywords."""
-    if arguments.algorithms:
+    if args.algorithms:
         from rlcore.launch.commands.catalogue import list_algorithms
 
         return list_algorithms()
     from rlcore.config.reference import list_keys, reference_page
 
-    return reference_page().splitlines() if arguments.markdown else list_keys()
+    return reference_page().splitlines() if args.markdown else list_keys()
 
 
 def _load(settings: Sequence[str]) -> Loaded:

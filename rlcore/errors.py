@@ -1,22 +1,4 @@
-"""Errors that users see. The command line prints them without a traceback.
-
-RlcoreError
-+-- UserError            bad input: exit code 2
-|   +-- ConfigError
-|   +-- DataError
-|   +-- ModelError
-+-- RunFailed            the run cannot continue: exit code 1
-|   +-- DeadlineExceeded
-|   +-- FailedElsewhere  another rank failed and knows why
-|   +-- PartLost         rank 0 lost its rollout service: the launcher starts the ranks again
-|   +-- EngineFailed     one engine died, hangs or answers nonsense: others take its requests
-|   |   +-- EngineHangs  it did not answer in time; a DeadlineExceeded too
-|   |   +-- NoEngineLeft none runs and none can be started again: the run saves, then stops
-|   +-- TooManyFailed    rollouts or rewards fail too often: the run saves, then stops
-|   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
-+-- PublicationFailed    an engine missed a part of a publication: repeated with the others
-+-- RolloutFailed        one rollout failed, not the run: it is tried again, then its group given up
-"""
+"""Errors that users see. The command line prints them without a traceback."""
 
 from __future__ import annotations
 

@@ -55,8 +55,13 @@ def import_object(path: str) -> Any:
 
 def place_of(function: Any, error: BaseException | None = None) -> str:
     """Return ` (file:line in name)` of a function, or of its line that raised; "" if unknown."""
-    code = _code(function)
-    if code is None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__func__", None) or call_method(type(function))
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
         return ""
     line = code.co_firstlineno
     frames = traceback.extract_tb(error.__traceback__) if error is not None else ()
@@ -66,16 +71,6 @@ def place_of(function: Any, error: BaseException | None = None) -> str:
             line = frame.lineno
             name = frame.name
     return _place(code.co_filename, line, name)
-
-
-def _code(function: Any) -> CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    if not hasattr(function, "__code__"):
-        function = getattr(function, "__func__", None) or call_method(type(function))
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else None
 
 
 def call_method(found: type) -> Callable[..., Any] | None:

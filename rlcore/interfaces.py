@@ -233,20 +233,6 @@ class Workflow(Protocol):
         """Return the samples of one draw of `prompt`."""
 
 
-# --- reward ---------------------------------------------------------------------------------------
-
-
-class Reward(Protocol):
-    """A user's reward function, configured by its `package.module:function`.
-
-    It reads `sample.prompt_text`, `sample.response_text`, `sample.label` and `sample.metadata`, and
-    runs in a worker process under `reward.timeout_s`.
-    """
-
-    def __call__(self, sample: Sample) -> float:
-        """Score one sample."""
-
-
 # --- partners of the loop on rank 0 ---------------------------------------------------------------
 
 

@@ -73,12 +73,8 @@ def quantise_bucket(bucket: Bucket, flat: Tensor, out: Tensor | None = None) -> 
             quantise(weight, views[name], views[name + SCALE])
         else:
             views[name].copy_(weight)
-    _check_finite({name: views[name] for name in views if _is_scale(name, views)})
-    return out
-
-
-def _check_finite(scales: Mapping[str, Tensor]) -> None:
-    """Refuse scales that are not finite, with one wait for the device per bucket."""
+    scales = {name: views[name] for name in views if _is_scale(name, views)}
+    # One wait for the device per bucket.
     if scales and not torch.cat([scale.flatten() for scale in scales.values()]).isfinite().all():
         name, scale = next(item for item in scales.items() if not item[1].isfinite().all())
         row, column = (~scale.isfinite()).nonzero()[0].tolist()
@@ -88,6 +84,7 @@ def _check_finite(scales: Mapping[str, Tensor]) -> None:
             " block NaN. The training diverged: resume from an earlier checkpoint with a lower"
             " learning rate"
         )
+    return out
 
 
 def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +41,9 @@ def _prctl(option: int, value: int) -> None:
 
 def descendants(pid: int) -> list[int]:
     """Return all processes below `pid`, parents before children."""
-    children = _children_of() if not _knows_children() else _listed_children
+    # Most kernels list children, which is cheap even among thousands of processes.
+    is_listed = Path("/proc/self/task", str(os.getpid()), "children").exists()
+    children = _listed_children if is_listed else _children_of()
     found: list[int] = []
     parents = [pid]
     while parents:
@@ -51,12 +53,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _knows_children() -> bool:
-    return Path("/proc/self/task", str(os.getpid()), "children").exists()
-
-
 def _listed_children(pid: int) -> list[int]:
-    """Read the kernel's list of children: cheap, even among thousands of processes."""
     found: list[int] = []
     # An OSError means that the process has ended.
     with suppress(OSError):
@@ -68,18 +65,13 @@ def _listed_children(pid: int) -> list[int]:
 def _children_of() -> Callable[[int], list[int]]:
     """Index the children of every process, for kernels without lists of children."""
     children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    return lambda pid: children.get(pid, [])
-
-
-def _parents() -> Iterator[tuple[int, int]]:
     for entry in Path("/proc").glob("[0-9]*"):
         # An OSError means that the process has ended.
         with suppress(OSError):
             # "pid (any name) state parent ..."
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            yield int(entry.name), int(fields[1])
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    return lambda pid: children.get(pid, [])
 
 
 def memory(pids: list[int]) -> int:
@@ -136,7 +128,8 @@ def kill_below(
         left = [child for child in descendants(pid) if child not in keep]
         if reap:
             left = [child for child in left if not _reaped(child)]
-        left = [child for child in left if not _is_dead(child)]
+        # A zombie of another parent (Z) is as good as gone (X).
+        left = [child for child in left if _state(child) not in "ZX"]
         if not left:
             return True
         if time.monotonic() > end:
@@ -157,11 +150,6 @@ def _reaped(pid: int) -> bool:
     with suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     return False
-
-
-def _is_dead(pid: int) -> bool:
-    """Whether the process is gone, or a zombie that only its parent can reap."""
-    return _state(pid) in "ZX"
 
 
 def _state(pid: int) -> str:
