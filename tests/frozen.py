@@ -102,8 +102,7 @@ def model(folder: Path) -> Path:
     from rlcore.launch.commands.init_model import ModelSpec, init_model
 
     init_model(
-        folder / "model",
-        ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64),
+        folder / "model", ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64)
     )
     return folder / "model"
 

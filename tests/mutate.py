@@ -385,10 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [every[name] for name in options.only or ()]
     chosen = chosen or list(draw(every, ROOT, options.seed, options.mutants))
     if options.list:
-        print(
-            *(f"{one.id} {one.kind} {one.where} {one.diff}" for one in chosen),
-            sep="\n",
-        )
+        print(*(f"{one.id} {one.kind} {one.where} {one.diff}" for one in chosen), sep="\n")
         return 0
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", OMP_NUM_THREADS="1")

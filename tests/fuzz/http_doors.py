@@ -228,7 +228,4 @@ def open_gateway() -> Iterator[Case]:
     thread.close()
 
 
-TARGETS = (
-    Target("http-clients", open_clients),
-    Target("gateway", open_gateway),
-)
+TARGETS = (Target("http-clients", open_clients), Target("gateway", open_gateway))

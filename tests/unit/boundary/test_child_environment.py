@@ -6,11 +6,7 @@ import os
 
 import pytest
 
-from rlcore.boundary.child_environment import (
-    ENGINES,
-    allowed_environment,
-    service_environment,
-)
+from rlcore.boundary.child_environment import ENGINES, allowed_environment, service_environment
 from rlcore.config.sections.rollout import EngineConfig, WorkflowConfig
 from rlcore.errors import ConfigError
 from rollout.engines.child_process import engine_environment

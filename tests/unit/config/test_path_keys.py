@@ -28,10 +28,7 @@ BESIDE = {
     "reward.parts.NAME.judge": ("url=http://127.0.0.1:1", "model=judge"),
     "reward.parts.NAME.service": ("url=http://127.0.0.1:1", "format=sglang"),
     "evaluation.sets.NAME.reward.parts.NAME.judge": ("url=http://127.0.0.1:1", "model=judge"),
-    "evaluation.sets.NAME.reward.parts.NAME.service": (
-        "url=http://127.0.0.1:1",
-        "format=sglang",
-    ),
+    "evaluation.sets.NAME.reward.parts.NAME.service": ("url=http://127.0.0.1:1", "format=sglang"),
     "evaluation.sets.NAME.reward": ("..paths=ROWS",),
     "rollout.engine": ("kind=sglang", "transport=disk"),
     "training.replay": ("..debug=train_only",),
