@@ -35,18 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ALGORITHM_TESTS = "tests/unit/algorithms/"
 DEADLINE_S = 120
 POLL_S = 0.05
-# half of a short run
 # Without pytest-timeout its option in pyproject.toml is a warning.
 WARNINGS = ("-W", "ignore::pytest.PytestConfigWarning")
-PLUGINS = (
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:unraisableexception",
-    "-p",
-    "no:faulthandler",
-    *WARNINGS,
-)
+PLUGINS = tuple(f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "faulthandler"))
 NOT_IMPORTED = 90  # exit code of a child whose tests never imported the mutated file
 
 
@@ -71,10 +62,8 @@ class Mutant:
 
     @property
     def test_ids(self) -> list[str]:
-        return [
-            test if test.startswith("tests/") else ALGORITHM_TESTS + test
-            for test in self.tests.split()
-        ]
+        named = self.tests.split()
+        return [test if test.startswith("tests/") else ALGORITHM_TESTS + test for test in named]
 
     @property
     def module(self) -> str:
@@ -105,12 +94,9 @@ def stale(mutant: Mutant, root: Path) -> str:
     path = root / mutant.file
     if not path.is_file():
         return f"there is no {mutant.file}"
-    count = path.read_text().count(mutant.old)
-    return (
-        ""
-        if count == 1
-        else f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
-    )
+    if (count := path.read_text().count(mutant.old)) == 1:
+        return ""
+    return f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
 
 
 def copy_tree(folder: Path) -> None:
@@ -141,9 +127,8 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
     if code == pytest.ExitCode.OK:
         return Verdict("SURVIVED", f"{mutant.tests} stay green", seconds)
     if code == NOT_IMPORTED:
-        return Verdict(
-            "UNTRIED", f"{mutant.tests} never import {mutant.module} from the copy", seconds
-        )
+        why = f"{mutant.tests} never import {mutant.module} from the copy"
+        return Verdict("UNTRIED", why, seconds)
     return Verdict("BROKEN", f"pytest ended with {code}\n{log[-2000:]}", seconds)
 
 
@@ -195,15 +180,12 @@ def _run_in_child(
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(folder)
-        elsewhere = [
-            entry
-            for entry in sys.path
-            if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")
-        ]
+        ours = (ROOT, ROOT / "tests")
+        elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in ours]
         sys.path[:] = [str(folder), *elsewhere]
         os.environ["PYTHONPATH"] = str(folder)
         prepare()
-        common = ["-x", "-q", "--tb=short", *PLUGINS, "--rootdir", str(folder)]
+        common = ["-x", "-q", "--tb=short", *PLUGINS, *WARNINGS, "--rootdir", str(folder)]
         code = int(pytest.main([*common, *arguments], plugins=list(plugins)))
         imported = getattr(sys.modules.get(module or "rlcore"), "__file__", None) or ""
         judged = module != "" and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -238,9 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         folder = Path(temporary).resolve()
         copy_tree(folder)
-        clean, log = run_tests(
-            sorted({test for mutant in chosen for test in mutant.test_ids}), folder, None
-        )
+        tests = sorted({test for mutant in chosen for test in mutant.test_ids})
+        clean, log = run_tests(tests, folder, None)
         if clean != pytest.ExitCode.OK:
             print(f"the tests do not pass without a defect (exit code {clean}):\n{log[-4000:]}")
             return 1
@@ -249,11 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in chosen:
             verdict = judge(mutant, folder)
             missed += verdict.status != "caught"
-            print(
-                f"{mutant.name:<{width}}  {verdict.status:<8} {verdict.seconds:4.1f} s "
-                f" {verdict.detail}",
-                flush=True,
-            )
+            judged = f"{verdict.status:<8} {verdict.seconds:4.1f} s  {verdict.detail}"
+            print(f"{mutant.name:<{width}}  {judged}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} defects caught")
     return 1 if missed else 0
 

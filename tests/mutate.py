@@ -88,6 +88,10 @@ class Verdict:
     left: int = 0
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, one: Mutation, status: str, by: str = "", **counts: Any) -> Verdict:
+        return cls(one.id, one.where, one.kind, one.diff, status, by, **counts)
+
 
 class Reports:
     """A plugin of pytest: writes a line for each test, and tells the recording its file.
@@ -120,13 +124,11 @@ class Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest after each phase of a test."""
-        self._note(report, report.duration)
+        self.pytest_collectreport(report)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         """Called by pytest after a file was imported."""
-        self._note(report, 0.0)
-
-    def _note(self, report: pytest.TestReport | pytest.CollectReport, seconds: float) -> None:
+        seconds = getattr(report, "duration", 0.0)
         cpu = sum(os.times()[:4])
         entry = {"name": report.nodeid, "failed": report.failed, "seconds": seconds}
         entry["cpu"] = cpu - self.cpu
@@ -152,10 +154,9 @@ class Tree:
         """Run tests; return pytest's exit code, negative at the limit, and a report of each."""
         reports = Reports(self.temporary / "reports.jsonl", lines)
         base = f"--basetemp={self.temporary / 'tmp'}"
-        given = [*OPTIONS, base, *options]
         os.environ["RECORD_ROOT"] = str(self.folder)
         code, _ = mutants.run_tests(
-            tests, self.folder, "", limit_s, given, [reports], reports.prepare
+            tests, self.folder, "", limit_s, (*OPTIONS, base, *options), [reports], reports.prepare
         )
         kill_orphans()
         return code, [json.loads(line) for line in reports.path.read_text().splitlines()]
@@ -261,14 +262,24 @@ def append(path: Path, entry: dict[str, Any]) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float) -> Verdict:
-    """Apply a mutation to the copy, run its tests there, and take it back."""
-    fields = (one.id, one.where, one.kind, one.diff)
-    tests = covering(one, recording)
-    if not tests:
-        return Verdict(*fields, "uncovered")
+def run_mutated(
+    tree: Tree, one: Mutation, tests: Sequence[str], limit_s: float, *options: str
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run tests with a mutation in the copy, and take it back."""
     path = tree.folder / one.file
     text = path.read_text()
+    mutants.write_source(path, one.apply(text))
+    try:
+        return tree.run(tests, limit_s, *options)
+    finally:
+        mutants.write_source(path, text)
+
+
+def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float) -> Verdict:
+    """Apply a mutation to the copy, run its tests there, and take it back."""
+    tests = covering(one, recording)
+    if not tests:
+        return Verdict.of(one, "uncovered")
     begin = time.perf_counter()
     status, by, ran, spent = "survived", "", 0, 0.0
     for allowed in (FIRST_S, budget_s):
@@ -281,11 +292,7 @@ def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float)
             continue
         skipped = [f"--deselect={name}" for test in batch for name in recording[test]["failed"]]
         limit = 60 + 3 * sum(recording[test]["seconds"] for test in batch)
-        mutants.write_source(path, one.apply(text))
-        try:
-            code, reports = tree.run(batch, limit, *skipped)
-        finally:
-            mutants.write_source(path, text)
+        code, reports = run_mutated(tree, one, batch, limit, *skipped)
         if code == -signal.SIGKILL:
             clean, _ = tree.run(batch, limit, *skipped)
             status = "timeout" if clean == pytest.ExitCode.OK else "unsure"
@@ -297,7 +304,7 @@ def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float)
             status = "killed"
             break
     seconds = round(time.perf_counter() - begin, 1)
-    return Verdict(*fields, status, by, ran, len(tests) - ran, seconds)
+    return Verdict.of(one, status, by, files=ran, left=len(tests) - ran, seconds=seconds)
 
 
 def judge_by(tree: Tree, one: Mutation, tests: Sequence[str]) -> Verdict:
@@ -305,14 +312,8 @@ def judge_by(tree: Tree, one: Mutation, tests: Sequence[str]) -> Verdict:
 
     A test that fails runs again without the mutation: "unsure" where it fails then too.
     """
-    path = tree.folder / one.file
-    text = path.read_text()
     begin = time.perf_counter()
-    mutants.write_source(path, one.apply(text))
-    try:
-        code, reports = tree.run(tests, BY_LIMIT_S)
-    finally:
-        mutants.write_source(path, text)
+    code, reports = run_mutated(tree, one, tests, BY_LIMIT_S)
     failed = [report["name"] for report in reports if report["failed"]]
     status, by = "survived", ""
     if code != pytest.ExitCode.OK:
@@ -322,9 +323,7 @@ def judge_by(tree: Tree, one: Mutation, tests: Sequence[str]) -> Verdict:
         status = noticed if clean == pytest.ExitCode.OK else "unsure"
         by = failed[0] if failed else f"more than {BY_LIMIT_S} s" if late else f"exit code {code}"
     seconds = round(time.perf_counter() - begin, 1)
-    return Verdict(
-        one.id, one.where, one.kind, one.diff, status, by, files=len(tests), seconds=seconds
-    )
+    return Verdict.of(one, status, by, files=len(tests), seconds=seconds)
 
 
 def read_equivalent(path: Path = EQUIVALENT) -> dict[str, str]:
@@ -424,8 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = read_results(results)
     for one in chosen:
         if one.id in equivalent:
-            fields = (one.id, one.where, one.kind, one.diff)
-            found[one.id] = Verdict(*fields, "equivalent", equivalent[one.id])
+            found[one.id] = Verdict.of(one, "equivalent", equivalent[one.id])
     verdicts = [found[one.id] for one in chosen]
     rest = [one for one in verdicts if one.status not in NOTICED]
     print("", "Not noticed:", *map(line_of, rest), "", sep="\n")

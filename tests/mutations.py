@@ -17,18 +17,11 @@ from pathlib import Path
 
 PACKAGES = ("rlcore", "rollout", "backends/megatron")
 ID_LENGTH = 8
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+_OPPOSITE: tuple[tuple[type[ast.cmpop], type[ast.cmpop]], ...] = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+)
+COMPARISONS = {**dict(_OPPOSITE), **{other: one for one, other in _OPPOSITE}}
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -157,10 +150,8 @@ class Finder(ast.NodeVisitor):
         """Note the statement's lines, collect the mutations of a node, and go into it."""
         if isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
             return
-        if isinstance(node, ast.If) and ast.unparse(node.test) in (
-            "TYPE_CHECKING",
-            "__name__ == '__main__'",
-        ):
+        unread = ("TYPE_CHECKING", "__name__ == '__main__'")
+        if isinstance(node, ast.If) and ast.unparse(node.test) in unread:
             return
         if isinstance(node, ast.Call) and said(node):
             return

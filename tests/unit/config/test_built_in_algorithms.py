@@ -25,7 +25,6 @@ from rlcore.algorithms import (
 from rlcore.algorithms.corrections import CORRECTIONS, Correction, CorrectionLevel
 from rlcore.algorithms.estimators.ppo import PPO
 from rlcore.algorithms.ragged import NormalizationMode
-from rlcore.config import Config
 from rlcore.config.built_in import ESTIMATORS, LOSSES
 from rlcore.config.checks.algorithm import DECOUPLED
 from rlcore.config.derived import COEFFICIENTS, built_in_passes
@@ -33,6 +32,7 @@ from rlcore.config.sections.algorithm import Aggregation, CorrectionConfig, Norm
 from rlcore.config.sections.algorithm import KLKind as ConfiguredKLKind
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
+from tests.configs import small_config
 
 
 class Own:
@@ -56,17 +56,8 @@ BUILT_IN = [
 def make_inputs(count: int = 4) -> EstimatorInputs:
     """Everything that an estimator may need; sequences of 2 tokens in groups of two neighbours."""
     generator = torch.Generator().manual_seed(1)
-    vectors = {
-        name: torch.randn(2 * count, generator=generator)
-        for name in (
-            "logprobs",
-            "ref_logprobs",
-            "rollout_logprobs",
-            "kl",
-            "values",
-            "teacher_logprobs",
-        )
-    }
+    names = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "teacher_logprobs")
+    vectors = {name: torch.randn(2 * count, generator=generator) for name in names}
     return EstimatorInputs(
         cu_seqlens=torch.arange(count + 1) * 2,
         rewards=torch.rand(count, generator=generator) + 0.5,
@@ -117,16 +108,6 @@ def test_advantages_are_whitened_where_the_field_does(name: str, expected: str):
     assert estimator_plugin(name).normalization == expected
 
 
-def make_config(settings: dict[str, Any]) -> Config:
-    given = {
-        "run": {"name": "x"},
-        "model": {"path": "m"},
-        "data": {"paths": ["d"]},
-        "training": {"steps": 1},
-    }
-    return Config.model_validate({**given, **settings})
-
-
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"algorithm": {}},
     {"algorithm": {"minibatches": 2}},
@@ -150,15 +131,14 @@ def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> N
             "estimator": {"name": estimator},
             "loss": {"name": loss},
         }
-        config = make_config({**settings, "algorithm": algorithm})
-        assert (
-            built_in_passes(config) == CreditAssignment(config, Objective(config.algorithm)).passes
-        ), (estimator, loss)
+        config = small_config(**{**settings, "algorithm": algorithm})
+        expected = CreditAssignment(config, Objective(config.algorithm)).passes
+        assert built_in_passes(config) == expected, (estimator, loss)
 
 
 def test_a_plugin_is_asked_for_its_passes() -> None:
     for algorithm in ({"estimator": {"name": "mine:Mine"}}, {"loss": {"name": "mine:Mine"}}):
-        assert built_in_passes(make_config({"algorithm": algorithm})) is None
+        assert built_in_passes(small_config(algorithm=algorithm)) is None
 
 
 def test_choices_of_the_configuration_are_those_of_the_algorithms() -> None:
@@ -188,15 +168,3 @@ def test_bounds_that_the_configuration_takes_are_bounds_that_a_correction_takes(
 
 def test_the_decoupled_loss_is_called_so() -> None:
     assert DECOUPLED in policy_loss_names()
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"estimator": {"name": f"{__name__}:Own"}},
-        {"loss": {"name": "somewhere:loss"}},
-        {"estimator": {"name": f"{__name__}:Own"}, "loss": {"name": "somewhere:loss"}},
-    ],
-)
-def test_passes_of_a_plugin_are_not_guessed(algorithm: dict[str, Any]) -> None:
-    assert built_in_passes(make_config({"algorithm": algorithm})) is None

@@ -69,17 +69,7 @@ def test_a_new_plugin_name_drops_the_old_keywords_and_says_so(load, write):
         "algorithm: {estimator: {name: ppo, lam: 0.9}, loss: {name: ppo_clip, norm_length: 8,\n"
         "  clip_low: 0.1, aggregation: seq-mean-token-sum-norm}}\n",
     )
-    loaded = load_config(
-        [base],
-        [
-            "run.name=x",
-            "model.path=x",
-            "data.paths=x",
-            "training.steps=1",
-            "algorithm.estimator.name=grpo",
-            "algorithm.loss.name=gspo",
-        ],
-    )
+    loaded = load("algorithm.estimator.name=grpo", "algorithm.loss.name=gspo", files=[base])
     assert loaded.config.algorithm.estimator.options == {}
     assert loaded.config.algorithm.loss.options == {}
     # not a keyword of the plugin: it stays
@@ -97,18 +87,12 @@ def test_a_correction_that_is_switched_off_takes_its_options_along(load, write):
         "algorithm: {correction: {name: mis, level: sequence, upper: 2, max_staleness: 3}}\n",
     )
     loaded = load("algorithm.correction.name=none", "rollout.workflow=mine:Own", files=[base])
-    assert loaded.config.algorithm.correction.options == {
-        "level": "token",
-        "lower": None,
-        "upper": None,
-        "veto": None,
-    }
+    options = {"level": "token", "lower": None, "upper": None, "veto": None}
+    assert loaded.config.algorithm.correction.options == options
     # not the correction's own: it stays
     assert loaded.config.algorithm.correction.max_staleness == 3
-    assert (
-        loaded.notes[0]
-        == "algorithm.correction: another name was given; dropped the earlier one's level, upper"
-    )
+    said = "another name was given; dropped the earlier one's level, upper"
+    assert loaded.notes[0] == f"algorithm.correction: {said}"
 
 
 def test_plugin_keywords_merge_while_the_name_stays(load, write):
@@ -119,9 +103,8 @@ def test_plugin_keywords_merge_while_the_name_stays(load, write):
 
 def test_null_unsets_and_an_empty_section_sets_nothing(write):
     base = write("base.yaml", BASE + "tracking:\n")
-    config = load_config(
-        [base], ["training.steps=null", "training.epochs=2", "tracking=null"]
-    ).config
+    changed = ["training.steps=null", "training.epochs=2", "tracking=null"]
+    config = load_config([base], changed).config
     assert config.training.steps is None
     assert config.training.epochs == 2
     assert config.tracking.show_every == 10
@@ -139,10 +122,8 @@ def test_null_takes_a_section_back_to_its_defaults(write, load):
     assert off.origin("evaluation.paths") == "default"
     blank = write("b.yaml", "evaluation:\n")
     assert load(files=[base, blank]).config.evaluation.every == 5, "nothing written sets nothing"
-    assert (
-        load("evaluation.paths=null", "evaluation.every=0", files=[base]).config.evaluation.paths
-        == []
-    )
+    emptied = load("evaluation.paths=null", "evaluation.every=0", files=[base])
+    assert emptied.config.evaluation.paths == []
     with pytest.raises(ConfigError, match=r"data\.paths: missing"):
         load("data=null", files=[base])
 
@@ -160,11 +141,9 @@ def test_null_empties_a_map_of_free_keys(write, load):
 
 def test_a_reward_part_may_change_from_service_to_function(write, load):
     base = write("base.yaml", "reward: {parts: {a: {service: {url: 'http://x:1'}}}}\n")
-    part = load(
-        "reward.parts.a.service=null", "reward.parts.a.function=math", files=[base]
-    ).config.reward.parts["a"]
-    assert part.service is None
-    assert part.function == "math"
+    changed = ("reward.parts.a.service=null", "reward.parts.a.function=math")
+    part = load(*changed, files=[base]).config.reward.parts["a"]
+    assert (part.service, part.function) == (None, "math")
 
 
 @pytest.mark.parametrize("entries", ["reward.parts", "data.sources", "evaluation.sets"])
@@ -193,21 +172,14 @@ def test_anchors_and_merge_keys(write, load):
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text", ["True", "true", "'true'", "'True'", "1", "yes", "on", "Yes", "ON", "'on'"]
-)
-def test_what_is_true(load, text):
-    assert load(f"run.deterministic={text}").config.run.deterministic is True
+YES = ("True", "true", "'true'", "'True'", "1", "yes", "on", "Yes", "ON", "'on'")
+NO = ("False", "false", "'false'", "'False'", "0", "no", "off", "No", "OFF", "'no'")
 
 
-@pytest.mark.parametrize(
-    "text", ["False", "false", "'false'", "'False'", "0", "no", "off", "No", "OFF", "'no'"]
-)
-def test_what_is_false(load, text):
-    assert (
-        load("run.deterministic=true", f"run.deterministic={text}").config.run.deterministic
-        is False
-    )
+@pytest.mark.parametrize("text", YES + NO)
+def test_what_is_true_and_what_is_false(load, text):
+    loaded = load(f"run.deterministic={text not in YES}", f"run.deterministic={text}")
+    assert loaded.config.run.deterministic is (text in YES)
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "1E-6", "0.000001", ".000001", "'1e-6'"])
@@ -216,10 +188,8 @@ def test_what_is_a_number(load, text):
 
 
 def test_whole_numbers_may_have_underscores_and_no_octals(load):
-    assert (
-        load("policy.max_tokens_per_microbatch=16_384").config.policy.max_tokens_per_microbatch
-        == 16384
-    )
+    config = load("policy.max_tokens_per_microbatch=16_384").config
+    assert config.policy.max_tokens_per_microbatch == 16384
     assert load("run.seed=010").config.run.seed == 10
 
 
@@ -303,10 +273,8 @@ def test_wrong_value(refusal, override, message):
 def test_what_is_missing_is_named():
     with pytest.raises(ConfigError) as caught:
         load_config([], ["run.name=x"])
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
-        "model.path",
-        "data.paths",
-    ]
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["model.path", "data.paths"]
     assert "model.path=VALUE" in str(caught.value)
 
 

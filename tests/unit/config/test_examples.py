@@ -31,7 +31,3 @@ def test_a_shipped_configuration_is_valid(example, monkeypatch):
     assert loaded.notes == ()
     threads = loaded.config.run.threads
     assert threads in (None, 1), "two are five times slower where a core is shared"
-
-
-def test_there_are_examples():
-    assert EXAMPLES
