@@ -260,12 +260,8 @@ def test_plugins_are_asked_what_they_take(capsys, plugins, name, override, said)
 
 
 def test_a_plugin_that_takes_kl_gets_the_coefficient(capsys, plugins):
-    assert (
-        cli.main(
-            ["validate", "--elsewhere", *GIVEN, plugins + "TakesKL", "algorithm.kl.reward_coef=0.1"]
-        )
-        == 0
-    )
+    given = [*GIVEN, plugins + "TakesKL", "algorithm.kl.reward_coef=0.1"]
+    assert cli.main(["validate", "--elsewhere", *given]) == 0
 
 
 # --- the other commands ---------------------------------------------------------------------------
@@ -277,12 +273,8 @@ def test_eval_takes_a_folder_or_a_checkpoint(launched, tiny_model, tmp_path):
     assert cli.main(command) == 0
     (loaded,), how = launched["evaluate_model"]
     assert loaded.config.model.path == str(tiny_model)
-    assert how == {
-        "output": Path("scores.json"),
-        "sets": [],
-        "all_ranks": True,
-        "arguments": command,
-    }
+    output = Path("scores.json")
+    assert how == {"output": output, "sets": [], "all_ranks": True, "arguments": command}
 
     assert cli.main(["eval", *given, "--model", str(tmp_path)]) == 0
     (loaded,), _ = launched["evaluate_model"]
@@ -318,19 +310,13 @@ def test_export(launched):
 def test_metrics_and_algorithms_are_listed(capsys):
     assert cli.main(["metrics"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert next(line for line in lines if line.startswith("rollout/kl ")).endswith(
-        "against the reference"
-    )
-
+    [kl] = [line for line in lines if line.startswith("rollout/kl ")]
+    assert kl.endswith("against the reference")
     assert cli.main(["config", "--algorithms"]) == 0
     out = capsys.readouterr().out
     ppo = out.partition("\n  ppo: ")[2].splitlines()
-    assert [line.split(maxsplit=1)[0] for line in ppo[1:5]] == [
-        "formula",
-        "needs",
-        "takes",
-        "keywords",
-    ]
+    words = [line.split(maxsplit=1)[0] for line in ppo[1:5]]
+    assert words == ["formula", "needs", "takes", "keywords"]
 
 
 @pytest.mark.parametrize(
@@ -343,18 +329,10 @@ def test_wrong_usage(arguments):
 
 
 def test_python_m_rlcore(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlcore", "train", "missing.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (
-        2,
-        "",
-        "rlcore: missing.yaml: no such file\n",
-    )
+    command = [sys.executable, "-m", "rlcore", "train", "missing.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    said = "rlcore: missing.yaml: no such file\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 def test_validate_shows_no_secret(capsys, tmp_path):

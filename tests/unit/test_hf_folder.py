@@ -93,11 +93,8 @@ def test_companions_are_the_tokenizers_and_how_to_generate(tmp_path: Path) -> No
         path.write_text("{}")
     copy_companions(target, model, tokenizer)
     # no code: a reader of the export may run it
-    assert sorted(path.name for path in target.iterdir()) == [
-        "chat.jinja",
-        "generation_config.json",
-        "tokenizer.json",
-    ]
+    copied = ["chat.jinja", "generation_config.json", "tokenizer.json"]
+    assert sorted(path.name for path in target.iterdir()) == copied
 
 
 def test_named_templates_come_along_and_the_models_way_to_generate_counts(tmp_path: Path) -> None:

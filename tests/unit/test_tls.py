@@ -43,13 +43,9 @@ def ask(serving: TLSConfig, use: Callable[[int], object]) -> object:
 
 def ask_engine(serving: TLSConfig, ca_file: Path) -> object:
     async def use(port: int) -> object:
-        client = ServerClient(
-            "engine-0",
-            f"https://{HOST}:{port}",
-            KEYS,
-            config=EngineConfig(),
-            tls=TLSConfig(ca_file=str(ca_file)),
-        )
+        url = f"https://{HOST}:{port}"
+        tls = TLSConfig(ca_file=str(ca_file))
+        client = ServerClient("engine-0", url, KEYS, config=EngineConfig(), tls=tls)
         try:
             return await client.get("/server_info")
         finally:
@@ -103,9 +99,8 @@ def test_a_certificate_that_is_not_accepted_is_named(
     assert re.search(why, str(refused.value))
     with pytest.raises(NoAnswer) as unanswered:  # at the first attempt
         ask_service(serving, str(trusted))
-    assert f"{HOST} is not accepted by {trusted} (reward.parts.a.service.ca_file)" in str(
-        unanswered.value
-    )
+    said = f"{HOST} is not accepted by {trusted} (reward.parts.a.service.ca_file)"
+    assert said in str(unanswered.value)
     assert not unanswered.value.again
 
 
@@ -121,23 +116,20 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     other = authority.tls("other.example")
     words = tmp_path / "words.txt"
     words.write_text("no certificate\n")
+    missing = tmp_path / "missing"
     refused = {
-        r"cluster\.tls\.ca_file: .*missing.pem does not exist": {
-            "ca_file": str(tmp_path / "missing.pem")
-        },
-        "has no certificate in PEM": {"ca_file": str(words)},
-        r"cluster\.tls\.key_file: .*missing.key does not exist": {
-            "key_file": str(tmp_path / "missing.key")
-        },
-        "are no certificate and its private key": {"key_file": other.key_file},
+        r"cluster\.tls\.ca_file: .*missing does not exist": ("ca_file", missing),
+        "has no certificate in PEM": ("ca_file", words),
+        r"cluster\.tls\.key_file: .*missing does not exist": ("key_file", missing),
+        "are no certificate and its private key": ("key_file", other.key_file),
     }
-    for message, changes in refused.items():
+    for message, (key, path) in refused.items():
         with pytest.raises(ConfigError, match=message):
-            check_files(tls.model_copy(update=changes))
+            check_files(tls.model_copy(update={key: str(path)}))
     with pytest.raises(ConfigError, match="certificate_file: not given, and this command starts"):
         server_context(TLSConfig(ca_file=tls.ca_file))
     with pytest.raises(ConfigError, match=r"a\.ca_file: .* does not exist"):
-        client_context(str(tmp_path / "missing.pem"), where="a.ca_file")
+        client_context(str(missing), where="a.ca_file")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
@@ -145,7 +137,6 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
     tls = Authority(tmp_path).tls(HOST)
     assert tls.key_file is not None
     Path(tls.key_file).chmod(mode)
-    with pytest.raises(
-        ConfigError, match=rf"others may read .* \(mode {mode:04o}\), expected 0600"
-    ):
+    said = rf"others may read .* \(mode {mode:04o}\), expected 0600"
+    with pytest.raises(ConfigError, match=said):
         server_context(tls)

@@ -69,9 +69,8 @@ def test_the_workflow_of_a_set_is_its_own(load):
         "evaluation.sets.longer={paths: x, workflow: {name: env, env: 'm:Long', max_turns: 9}}",
         "evaluation.sets.same.paths=x",
     )
-    found = {
-        name: one.config(loaded.config).rollout.workflow for name, one in by_name(loaded).items()
-    }
+    sets = by_name(loaded).items()
+    found = {name: one.config(loaded.config).rollout.workflow for name, one in sets}
     assert (found["alone"].name, found["alone"].options) == ("single_turn", {})
     assert (found["longer"].max_turns, found["longer"].options) == (9, {"env": "m:Long"})
     assert found["same"] == loaded.config.rollout.workflow
@@ -160,14 +159,8 @@ def test_the_page_on_evaluation_shows_a_configuration_that_is_valid(load, write)
     page = Path(__file__).parents[3] / "docs" / "evaluation.md"
     _, shown, _, conversations = (one.text for one in blocks(page) if one.language == "yaml")
     sets = by_name(load(files=[write("shown.yaml", shown)]))
-    assert [(one.name, one.every, one.temperature) for one in sets.values()] == [
-        ("aime24", 50, 0.6),
-        ("gsm8k", 10, 0.0),
-        ("style", 50, 0.6),
-    ]
+    found = [(one.name, one.every, one.temperature) for one in sets.values()]
+    assert found == [("aime24", 50, 0.6), ("gsm8k", 10, 0.0), ("style", 50, 0.6)]
     sets = by_name(load(files=[write("conversations.yaml", conversations)]))
-    assert [one.workflow and one.workflow.name for one in sets.values()] == [
-        None,
-        "env",
-        "single_turn",
-    ]
+    workflows = [one.workflow and one.workflow.name for one in sets.values()]
+    assert workflows == [None, "env", "single_turn"]

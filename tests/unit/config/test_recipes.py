@@ -56,9 +56,8 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: reci
 
 
 def test_no_recipe_is_left_out() -> None:
-    assert sorted(path for recipe in RECIPES for path in recipe.files) == sorted(
-        FOLDER.rglob("*.yaml")
-    )
+    files = sorted(path for recipe in RECIPES for path in recipe.files)
+    assert files == sorted(FOLDER.rglob("*.yaml"))
 
 
 @pytest.fixture
@@ -71,11 +70,8 @@ def models(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     given = json.loads((EXAMPLES / "models" / recipe.model / "config.json").read_text())
     written = {"policy": given}
     if recipe.config.critic.path is not None:
-        written["critic"] = {
-            **given,
-            "architectures": ["LlamaForSequenceClassification"],
-            "num_labels": 1,
-        }
+        head = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+        written["critic"] = {**given, **head}
     index = json.dumps({"weight_map": {}})
     for name, config in written.items():
         (tmp_path / name).mkdir()
@@ -106,17 +102,9 @@ def test_its_trainer_fits_the_gpus(
     recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = recipe.config.cluster
-    code = cli.main(
-        [
-            "plan",
-            *map(str, recipe.files),
-            *models,
-            "--trainer-gpus",
-            str(cluster.nodes * cluster.processes_per_node),
-            "--gpu-memory",
-            recipe.memory,
-        ]
-    )
+    ranks = str(cluster.nodes * cluster.processes_per_node)
+    flags = ["--trainer-gpus", ranks, "--gpu-memory", recipe.memory]
+    code = cli.main(["plan", *map(str, recipe.files), *models, *flags])
     said = capsys.readouterr()
     assert code == 0, said.err
     own = said.out[said.out.index("The configuration's layout:") :].splitlines()[1]
@@ -138,10 +126,9 @@ def test_trainer_and_engines_take_all_of_the_nodes(recipe: Recipe) -> None:
 def test_without_ray_its_engines_are_given_by_url(recipe: Recipe) -> None:
     """As scripts/torchrun_multinode.sh does: what only servers read is in a file of its own."""
     if not recipe.config.rollout.engine.colocated:
-        given = ["cluster.launcher=torchrun", 'rollout.engine.urls=["http://10.0.0.7:30000"]']
-        assert load_config(recipe.files[:1], given).config.rollout.engine.urls == [
-            "http://10.0.0.7:30000"
-        ]
+        url = "http://10.0.0.7:30000"
+        given = ["cluster.launcher=torchrun", f'rollout.engine.urls=["{url}"]']
+        assert load_config(recipe.files[:1], given).config.rollout.engine.urls == [url]
 
 
 @each_recipe
@@ -153,13 +140,8 @@ def test_it_can_be_debugged(
     python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     python.chmod(0o755)
     command = [str(EXAMPLES.parent / "scripts" / "debug.sh"), *map(str, recipe.files), *models]
-    said = subprocess.run(
-        command,
-        env={**os.environ, "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {**os.environ, "PYTHON": str(python)}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     words = said.stdout.splitlines()
     given = words[words.index("train") + 1 : words.index("--overwrite")]
     assert cli.main(["validate", "--elsewhere", *given]) == 0, capsys.readouterr().err
