@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,8 @@ class PolicyBackend(Protocol):
 class RolloutEngine(Protocol):
     """An inference engine. It generates, and receives new weights in the steps of a publication.
 
-    Failures of this engine, which another engine might not have, are EngineFailed.
+    Failures of this engine, which another engine might not have, are EngineFailed. After its start
+    an engine may have `max_total_tokens`, its limit for a prompt and its response together.
     """
 
     name: str
@@ -211,15 +212,6 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """End the engine cleanly."""
-
-
-@runtime_checkable
-class BoundedEngine(Protocol):
-    """An engine that reports its limit for a prompt and its response after the start."""
-
-    @property
-    def max_total_tokens(self) -> int | None:
-        """The largest number of tokens of both together; None before the start."""
 
 
 class Workflow(Protocol):

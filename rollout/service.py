@@ -26,7 +26,7 @@ from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.deadlines import AUDIT_S, CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
-from rlcore.interfaces import BoundedEngine, RolloutEngine
+from rlcore.interfaces import RolloutEngine
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
@@ -166,8 +166,7 @@ class RolloutService:
 
     def _check_length(self, engine: RolloutEngine) -> None:
         """Refuse prompts that leave no room for a response in a newly started engine."""
-        total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
-        if total is None:
+        if (total := getattr(engine, "max_total_tokens", None)) is None:
             return
         usual = self._config.rollout.sampling.max_new_tokens
         wanted = [("rollout.sampling", self.prompts, usual)]
