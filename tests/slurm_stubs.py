@@ -1,4 +1,4 @@
-"""Stand-ins for Slurm's commands, for a job whose nodes are addresses of this machine.
+"""Stubs of Slurm's commands, for a job whose nodes are addresses of this machine.
 
 `scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command for each node
 at once, all on this machine, and knows --kill-on-bad-exit.
