@@ -126,11 +126,8 @@ def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> N
     if settings in SETTINGS[:3]:
         pairs += [("grpo", loss) for loss in sorted(LOSSES)]
     for estimator, loss in pairs:
-        algorithm = {
-            **settings.get("algorithm", {}),
-            "estimator": {"name": estimator},
-            "loss": {"name": loss},
-        }
+        named = {"estimator": {"name": estimator}, "loss": {"name": loss}}
+        algorithm = {**settings.get("algorithm", {}), **named}
         config = small_config(**{**settings, "algorithm": algorithm})
         expected = CreditAssignment(config, Objective(config.algorithm)).passes
         assert built_in_passes(config) == expected, (estimator, loss)

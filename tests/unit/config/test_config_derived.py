@@ -131,12 +131,8 @@ def test_epochs_of_nothing_are_refused(load):
 
 
 def test_optimizer_steps_and_sizes(load):
-    config = load(
-        "training.steps=7",
-        "algorithm.epochs=2",
-        "algorithm.minibatches=3",
-        "rollout.prompts_per_step=4",
-    ).config
+    updates = ("algorithm.epochs=2", "algorithm.minibatches=3")
+    config = load("training.steps=7", *updates, "rollout.prompts_per_step=4").config
     assert derived.total_steps(config, 0) * derived.updates_per_step(config) == 42
     assert derived.samples_per_step(config) == 32
     assert derived.model_parallel_size(config) == 1
