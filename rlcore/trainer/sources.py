@@ -16,7 +16,6 @@ from rlcore.data.sample import SAMPLING_MASK_KEY, Sample, VersionSpan
 from rlcore.data.sample_checks import check_sample
 from rlcore.data.tokenizer import decode
 from rlcore.errors import DataError
-from rlcore.interfaces import RolloutSource
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.trainer.answers import labelled_rows
 
@@ -24,16 +23,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SourceWithoutEngine(RolloutSource):
-    """A source without generation: the calls that concern engines and draws do nothing."""
+class SourceWithoutEngine:
+    """An `rlcore.interfaces.RolloutSource` without generation."""
+
+    def start(self) -> None:
+        """Do nothing: there is nothing to start."""
 
     def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
         """Return no metrics and no samples."""
         return {}, []
 
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        """Do nothing: nothing generates here."""
+
     def snapshot(self) -> dict[str, Any]:
         """Return an empty state."""
         return {}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue at `snapshot`."""
+
+    def keep_ledger(self, path: Path) -> None:
+        """Do nothing: the step itself lists the samples that were trained on."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
 
 
 class SFTSource(SourceWithoutEngine):
