@@ -166,9 +166,8 @@ class ParallelState:
         # ranks waiting.
         layout = _ask_layout(mpu)
         pp_size = layout["pp_size"]
-        dp_size = layout["dp_size"]
-        cp_size = layout["cp_size"]
         pp_rank = layout["pp_rank"]
+        dp_size = layout["dp_size"]
         dp_rank = layout["dp_rank"]
         groups: dict[str, ProcessGroup] = {}
         if dist.is_initialized():
@@ -181,7 +180,7 @@ class ParallelState:
                 coordinates = [(int(index), int(stage)) for index, stage in gathered]
         else:
             shard = layout["cp_rank"] * layout["tp_size"] + layout["tp_rank"]
-            shards = range(cp_size * layout["tp_size"])
+            shards = range(layout["cp_size"] * layout["tp_size"])
             rank = (pp_rank * dp_size + dp_rank) * len(shards) + shard
             coordinates = [(d, pp) for pp in range(pp_size) for d in range(dp_size) for _ in shards]
         replicas = _replicas(coordinates, dp_size, pp_size)
