@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -115,13 +114,14 @@ def validate(args: argparse.Namespace) -> int:
     loaded = _load(args.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.yaml_settings import render_config
+    from rlcore.import_paths import import_torch_lazily
     from rlcore.runs.directory import check_plain_name
 
     check_plain_name(loaded.config.run.name)
     notes = list(loaded.notes)
     made = describe_checks()
     left_out = []
-    if find_spec("torch") is not None:
+    if import_torch_lazily():
         from rlcore.config.derived import world_size
         from rlcore.launch import input_checks
 

@@ -1,4 +1,4 @@
-"""Import paths `package.module:name`, and locations of errors in user code.
+"""Import paths `package.module:name`, locations of errors in user code, and torch on demand.
 
 Uses the standard library alone, since every layer imports this file.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -97,3 +101,66 @@ def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
 def _place(file: str, line: int, name: str) -> str:
     path = os.path.relpath(file)
     return f" ({file if path.startswith('..') else path}:{line} in {name})"
+
+
+# --- torch on demand ------------------------------------------------------------------------------
+
+
+class _Lazy(ModuleType):
+    """A stub for torch in `sys.modules` that loads torch at the first attribute or submodule."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+class _Submodules(MetaPathFinder, Loader):
+    """Loads torch before one of its submodules is imported, then returns the loaded submodule."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of torch before other finders load it a second time."""
+        if not (fullname.startswith("torch.") and isinstance(sys.modules.get("torch"), _Lazy)):
+            return None
+        del sys.modules["torch"]
+        importlib.import_module("torch")
+        if fullname not in sys.modules:
+            return importlib.util.find_spec(fullname)
+        module = sys.modules[fullname]
+        own = module.__spec__
+        # Python would follow it, and load the module again.
+        module.__spec__ = None
+        return ModuleSpec(fullname, self, loader_state=own)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that torch loaded."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restore the module's own specification."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def import_torch_lazily() -> bool:
+    """Make `import torch` free until torch is used. Returns False if torch is not installed.
+
+    Loading torch costs two seconds of CPU. Commands that check configurations import modules that
+    import torch, but seldom use torch.
+    """
+    if "torch" not in sys.modules:
+        spec = importlib.util.find_spec("torch")
+        if spec is None:
+            return False
+        lazy = _Lazy("torch")
+        # Packages call `find_spec` to see whether torch is installed.
+        lazy.__spec__ = spec
+        sys.modules["torch"] = lazy
+        sys.meta_path.insert(0, _Submodules())
+    return True
