@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from fake_engine import FakeEngine
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, EngineHangs, NoEngineLeft, RunFailed, UserError
-from rollout.fleet import dispatcher
 
 
 def tokens(answers):
@@ -408,20 +406,16 @@ async def test_the_engine_that_is_waited_for_is_named(site):
     assert 0.1 < site.dispatcher.busy_s < 1.0
 
 
-def test_time_in_which_calls_overlap_counts_once(on_site, request_of, monkeypatch):
-    times = iter((1.0, 2.0, 5.0, 6.5, 10.0, 10.25))
-    monkeypatch.setattr(dispatcher, "now", lambda: next(times))
-    leases = [SimpleNamespace() for _ in range(3)]
-
-    async def use(site):
-        one, two, three = leases
-        site.dispatcher._begin(one, [request_of(0)])
-        site.dispatcher._begin(two, [request_of(1)])
-        site.dispatcher._end(one)
-        site.dispatcher._end(two)
-        site.dispatcher._begin(three, [request_of(2)])
-        site.dispatcher._end(three)
-        assert site.dispatcher.busy_s == 5.5 + 0.25
-        assert [(lease.began, lease.ended) for lease in leases] == [(1, 5), (2, 6.5), (10, 10.25)]
-
-    on_site("ab", use)
+@pytest.mark.site("ab")
+async def test_time_in_which_calls_overlap_counts_once(site):
+    a, b = site.engines
+    a.delay_s = 4.0
+    b.delay_s = 4.5
+    first = asyncio.ensure_future(site.one(0))
+    await asyncio.sleep(1.0)
+    await asyncio.gather(first, site.one(1))
+    assert site.dispatcher.busy_s == pytest.approx(5.5, abs=0.05)
+    await asyncio.sleep(3.5)
+    a.delay_s = 0.25
+    await site.one(2)
+    assert site.dispatcher.busy_s == pytest.approx(5.75, abs=0.05)
