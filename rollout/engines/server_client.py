@@ -57,7 +57,8 @@ class ServerClient:
         self.config = config
         self._tls = tls
         self._keys = keys
-        self._urls: dict[str, URL] = {}  # by route
+        # by route
+        self._urls: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 

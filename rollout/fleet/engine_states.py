@@ -141,7 +141,8 @@ class ProgressClock:
     def __init__(self, now: float) -> None:
         self.looked_at = now
         self.moved_at = now
-        self.seen: Any = None  # value at the last look
+        # value at the last look
+        self.seen: Any = None
 
     def look(self, now: float, seen: Any) -> float:
         """Return for how many seconds `seen` has not changed.

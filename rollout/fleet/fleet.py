@@ -58,10 +58,11 @@ class Fleet:
         self.comeback_s = comeback_s(config, place_s)
         self.router = Router(self.members, self._no_engine_error)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed: asyncio.Event = asyncio.Event()  # set and replaced at each change of state
+        # replaced at each change of state
+        self._changed = asyncio.Event()
         self._may_start = asyncio.Event()
         self._may_start.set()
-        self._departed: list[str] = []  # names of engines that have left
+        self._departed: list[str] = []
         self._departed_restarts = 0
 
     # --- start and end ----------------------------------------------------------------------------
@@ -69,9 +70,8 @@ class Fleet:
     async def start(self, *, again: bool = False) -> None:
         """Start every engine; they are stale then. Raises the error of the first failed start.
 
-        Args:
-            again: this fleet replaces one that may have lost engines. One running engine is enough;
-                failed ones are restarted. Raises as `candidates` does if none runs.
+        `again` says that this fleet replaces one that may have lost engines: one running engine is
+        enough, and failed ones are restarted. Raises as `candidates` does if none runs.
         """
         if not again:
             await gather_or_cancel(*(self._bring_up(member) for member in self.members))

@@ -140,7 +140,8 @@ class WeightPublication:
             await self._out(
                 {engine: why for engine, why in failed.items() if engine in self._engines}
             )
-        except PublicationFailed as error:  # recovery: the caller cancels already
+        # recovery: the caller cancels already
+        except PublicationFailed as error:
             logger.warning("%s", error)
         for engine in self._engines:
             self._fleet.missed(engine)

@@ -56,7 +56,8 @@ class Transport(ABC):
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._engines: list[Engine] = []  # in the current transaction
+        # in the current transaction
+        self._engines: list[Engine] = []
         self.ranks: Sequence[RankAddress] = ()
         # Whether the next transaction has all engines; a missing one has left or is restarting.
         self.has_all_engines = False

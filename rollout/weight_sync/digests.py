@@ -57,7 +57,8 @@ class Digest:
             )
         self._whole = hashlib.sha256(self._key)
         self._count = 0
-        self._digits: Tensor | None = None  # on the buckets' device; made for the first bucket
+        # on the buckets' device; made for the first bucket
+        self._digits: Tensor | None = None
         # Size and sums of the newest buckets; the sums are on the host once the event is done.
         self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 

@@ -151,9 +151,11 @@ class FolderSender(BucketSender):
 
     def __init__(self, folders: WeightFolders) -> None:
         self._folders = folders
-        self._aside: Path | None = None  # the unfinished folder
+        # the unfinished folder
+        self._aside: Path | None = None
         self._shards: ShardWriter | None = None
-        self._failure: OSError | None = None  # of a write
+        # of a write
+        self._failure: OSError | None = None
 
     def open(self, order: Any, buckets: Sequence[Bucket]) -> None:
         """Begin a folder. Raises RunFailed if the disk is full, or another trainer writes here."""
@@ -230,7 +232,8 @@ class DiskTransport(Transport):
     def __init__(self, root: Path, *, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)
         self._root = root.absolute()
-        self._loaded: dict[str, Path] = {}  # engine's name -> folder of its weights
+        # engine's name -> folder of its weights
+        self._loaded: dict[str, Path] = {}
 
     async def complete(self, result: str) -> Failures:
         """Have every engine load the folder."""

@@ -74,10 +74,12 @@ class DistributedTransport(Transport):
         super().__init__(timeout_s=timeout_s)
         self._probe_s = probe_s
         self._assignment = SenderAssignment(senders, rails)
-        self._links: dict[Engine, EngineLink] = {}  # also of engines outside the transaction
+        # also of engines outside the transaction
+        self._links: dict[Engine, EngineLink] = {}
         # The current transaction.
         self._orders: list[Order] = []
-        self._digests: dict[str, str] = {}  # kind -> order of its digest
+        # kind -> order of its digest
+        self._digests: dict[str, str] = {}
         self._buckets: Sequence[Bucket] = ()
         self._failed: Failures = {}
 
@@ -107,7 +109,8 @@ class DistributedTransport(Transport):
                     self._links[engine] = EngineLink(engine, backend, ranks, self._timeout_s)
                 self._orders.append(self._links[engine].begin(self._digests))
                 self._engines.append(engine)
-            except EngineFailed as error:  # recovery: without this engine, by the caller
+            # recovery: without this engine, by the caller
+            except EngineFailed as error:
                 self._failed[engine] = f"engine {engine.name} cannot be reached: {error}"
         return self._failed
 

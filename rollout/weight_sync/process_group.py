@@ -156,7 +156,8 @@ class WeightGroup:
         except (dist.DistError, RuntimeError) as error:
             raise self._failure("the weight group could not be formed", error) from error
         self._store = store
-        self._sending: WorkThread | None = None  # made by the first `_start`
+        # made by the first `_start`
+        self._sending: WorkThread | None = None
 
     def start_sending(self, flat: Tensor) -> Future[None]:
         """Send uint8 [n] after all earlier sends, in the group's thread.

@@ -22,7 +22,8 @@ class GroupedExperts(SequentialMLP):
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
         """Rows [T, H], sorted by expert, and their weights [T] -> [T, H]."""
-        counts: list[int] = tokens_per_expert.tolist()  # the dispatcher has them on the host
+        # the dispatcher has them on the host
+        counts: list[int] = tokens_per_expert.tolist()
         if not any(counts) or not groups_matmuls(self, hidden):
             alone: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
             return alone

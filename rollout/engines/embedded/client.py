@@ -84,7 +84,8 @@ class RemoteEngine:
         self._client: ServerClient | None = None
         # Calls of `generate` in flight.
         self._generating = 0
-        self._version: int | None = None  # of the newest weights
+        # of the newest weights
+        self._version: int | None = None
         # The address of the process, once it was started.
         self.url = ""
         # The server's process group for weights.

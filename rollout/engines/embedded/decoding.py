@@ -105,7 +105,8 @@ class Decoding:
         self.num_alive = rows
         # Tokens made so far by each live row.
         self.made = 0
-        self.starts: list[tuple[int, int]] = []  # (version, first token made by it)
+        # (version, first token made by it)
+        self.starts: list[tuple[int, int]] = []
         self.aborted = False
         self._cache: KVCache | None = None
         # [A], columns left of each prompt

@@ -47,7 +47,8 @@ class PauseGate:
     def __init__(self, name: str) -> None:
         self.name = name
         self.closed = False
-        self.mode: PauseMode | None = None  # the pause in force
+        # the pause in force
+        self.mode: PauseMode | None = None
         self._changed = threading.Condition()
         self._next_ticket = 0
         self._open_tickets: set[int] = set()
@@ -211,7 +212,8 @@ class EmbeddedEngine:
 
     def _open(self) -> None:
         self._gate = PauseGate(self.name)
-        self._calls: dict[int, set[str]] = {}  # by ticket: the ids of its requests
+        # by ticket: the ids of its requests
+        self._calls: dict[int, set[str]] = {}
         # Decoding steps so far; each gives every response of a batch a token.
         self._steps = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)

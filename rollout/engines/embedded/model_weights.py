@@ -22,7 +22,8 @@ class ModelWeights(WeightState):
         super().__init__(name)
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
-        self._sizes: dict[UntypedStorage, int] = {}  # bytes of what is released
+        # bytes of what is released
+        self._sizes: dict[UntypedStorage, int] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Open an update. The engine is then stale.

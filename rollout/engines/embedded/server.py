@@ -75,10 +75,12 @@ class EngineServer:
         self.engine = engine
         self._key = f"Bearer {key}"
         self._group: WeightGroup | None = None
-        self._sizes: dict[int, int] = {}  # bucket index -> bytes
+        # bucket index -> bytes
+        self._sizes: dict[int, int] = {}
         # Copies the newest bucket into the model, and computes its digest.
         self._applying: asyncio.Future[None] | None = None
-        self._digest: Digest | None = None  # of the current update's buckets
+        # of the current update's buckets
+        self._digest: Digest | None = None
         self._turns = BucketTurns()
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,

@@ -85,9 +85,12 @@ class SGLangEngine:
         self._generation: Generation | None = None
         # The server's device, "cpu" or "cuda".
         self._device = ""
-        self._mode: PauseMode | None = None  # the pause in force
-        self.in_group: str | None = None  # the server's process group, on this connection
-        self._server_group: str | None = None  # the same, on any connection
+        # the pause in force
+        self._mode: PauseMode | None = None
+        # the server's process group, on this connection
+        self.in_group: str | None = None
+        # the same, on any connection
+        self._server_group: str | None = None
         # Whether the server digests the received weights: one of ours or of `rlcore engine` does.
         self.digests_weights = False
         # Whether the server orders concurrent calls of buckets; the same servers do.
@@ -280,7 +283,8 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
             raise
-        except EngineFailed:  # recovery: close the update that a dead trainer has left open
+        # recovery: close the update that a dead trainer has left open
+        except EngineFailed:
             await self._control("/end_weight_update", {})
             await self._control("/begin_weight_update", {"selector": "all"})
 

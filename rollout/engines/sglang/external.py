@@ -52,7 +52,8 @@ class ExternalServer:
         self.config = config
         self.keys = keys
         self.tls = tls
-        self.ended: asyncio.Future[Any] | None = None  # we cannot see the process
+        # we cannot see the process
+        self.ended: asyncio.Future[Any] | None = None
         self.pid: int | None = None
 
     async def start(self) -> str:

@@ -79,7 +79,8 @@ def _wrap_updater(update: Update) -> None:
     updater = weight_updater.WeightUpdater
     receive = updater._receive_bucketed_weights_from_distributed
     look = weight_updater._unsupported_derived_weight_cache_error
-    streams: dict[str, ReceivingStream] = {}  # by device
+    # by device
+    streams: dict[str, ReceivingStream] = {}
 
     def receive_and_digest(self: Any, **given: Any) -> NamedTensors:
         digest = update.digest()
@@ -162,7 +163,8 @@ def install_in_server(turns_module: Any) -> None:
                 success, message = await update(self, request, *given)
                 if not success:
                     taken.failed = int(index)
-        except turns_module.OutOfTurn as error:  # recovery: SGLang's form of a refusal
+        # recovery: SGLang's form of a refusal
+        except turns_module.OutOfTurn as error:
             return False, str(error)
         return success, message
 
@@ -180,10 +182,12 @@ class Update:
     def __init__(self, make: Any) -> None:
         self._make = make
         self._digest: Any = None
-        self.order: str | None = None  # of the bucket that is being received
+        # of the bucket that is being received
+        self.order: str | None = None
         # Why a bucket was not loaded.
         self.failure = ""
-        self.looked: dict[int, str | None] = {}  # id of a model -> SGLang's finding
+        # id of a model -> SGLang's finding
+        self.looked: dict[int, str | None] = {}
 
     def digest(self) -> Any:
         """Return the digest for the next bucket; None if it has no order."""

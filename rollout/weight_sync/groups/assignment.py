@@ -32,7 +32,8 @@ class SenderAssignment:
         self._rails = rails
         # The trainer's ranks in the process group of each engine, the sender first.
         self.served: dict[Engine, tuple[int, ...]] = {}
-        self._reach_rank0: set[Engine] = set()  # engines that reach no other rank
+        # engines that reach no other rank
+        self._reach_rank0: set[Engine] = set()
 
     def assign(
         self, engine: Engine, gpu: str | None, engines: int, ranks: Sequence[RankAddress]

@@ -74,12 +74,14 @@ class GroupSender(BucketSender):
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._device = device
         self._timeout_s = timeout_s
-        self._groups: dict[str, WeightGroup] = {}  # by engine
+        # by engine
+        self._groups: dict[str, WeightGroup] = {}
         self._joining: dict[str, Future[WeightGroup]] = {}
         # The current publication.
         self._orders: list[Order] = []
         self._digests: list[Digest] = []
-        self._sent: dict[str, int] = {}  # engine -> newest bucket whose sending has begun
+        # engine -> newest bucket whose sending has begun
+        self._sent: dict[str, int] = {}
 
     def open(self, order: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
         """Begin a publication. Returns the rendezvous with each engine; see `read_address`.
@@ -112,7 +114,8 @@ class GroupSender(BucketSender):
                 order.backend,
                 BROADCAST_LIMIT_FACTOR * self._timeout_s,
             )
-        except (OSError, dist.DistError) as error:  # recovery: without this engine, by the caller
+        # recovery: without this engine, by the caller
+        except (OSError, dist.DistError) as error:
             return str(error)
         self._join(order, address, store)
         return asdict(address)
