@@ -17,6 +17,7 @@ from rlcore.config import Config
 from rlcore.config.derived import longest_request_s
 from rlcore.config.engine_registry import EngineKind
 from rlcore.data.generation import Completion, PauseMode, Prefix
+from rlcore.errors import UserError
 from rlcore.interfaces import RolloutEngine
 from rollout.engines.factories import kind_of
 from rollout.engines.testing.session import COMPLETIONS, DEADLINES, Session
@@ -208,6 +209,20 @@ async def _repeatable(session: Session) -> None:
     session.expect(alone.tokens.tolist() == wanted, f"{alone.tokens.tolist()}", f"{wanted}")
     different = {tuple(completion.tokens.tolist()) for completion in first}
     session.expect(len(different) > 1, "four samples that are all alike", "different samples")
+
+
+@checks(
+    "bad-request",
+    "a request that no engine can serve is UserError, so that no other engine is asked",
+    "check the request first, as rollout.engines.checks.check_request does",
+)
+async def _bad_request(session: Session) -> None:
+    request = session.request(1)
+    request.prompt[0] = session.vocab_size
+    what = f"generate, with the prompt token {session.vocab_size},"
+    await session.refused(what, session.engine.generate([request]), UserError)
+    # The refused request must not harm the engine.
+    await session.one(session.request(1))
 
 
 @checks(

@@ -64,14 +64,9 @@ def service(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
 
 
 def asking(made: RewardPart, answer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
-    def request(given: Any) -> Any:
-        [one] = given if isinstance(given, list) else [given]
-        return raises(name) if one.response_text == BAD else {}
+    async def post(body: Any, *_: Any) -> Any:
+        return raises(name) if BAD in str(body) else answer
 
-    async def post(*_: Any) -> Any:
-        return answer
-
-    monkeypatch.setattr(made, "_request", request)
     monkeypatch.setattr(made, "_client", SimpleNamespace(post=post, close=_closed))
     return made
 

@@ -168,7 +168,6 @@ def test_parts_that_need_more_than_text_are_left_out_by_name(tmp_path: Path) -> 
             "right": {"function": "exact_match"},
             "long": {"function": "overlong", "args": {"buffer": 4}},
             "env": {"source": "workflow"},
-            "rm": {"model": {"path": "nowhere"}},
             "asked": {"judge": {"url": url, "model": "m"}},
             "remote": {"service": {"url": url, "format": "slime"}},
         }
@@ -177,7 +176,7 @@ def test_parts_that_need_more_than_text_are_left_out_by_name(tmp_path: Path) -> 
     data = prompts(tmp_path, SUMS)
     tokenizer = char_tokenizer(ALPHABETS["ascii"])
     made = RewardAudit(config, data, tokenizer)
-    assert set(made.left_out) == {"long", "env", "rm", "asked", "remote"}
+    assert set(made.left_out) == {"long", "env", "asked", "remote"}
     assert set(made.reward.parts) == {"right"}
     told = RewardAudit(config, data, tokenizer, ask_services=True)
     assert set(told.reward.parts) == {"right", "asked", "remote"}
