@@ -153,7 +153,7 @@ class JsonClient:
         except TooLong as error:
             reason = f"{url} answered more than {self._answer_bytes >> 20} MiB"
             raise NoAnswer(reason, kind="too_long", again=False) from error
-        except asyncio.TimeoutError:
+        except TimeoutError:
             reason = f"{url} gave no answer in {timeout_s:g} s ({self._where})"
             raise NoAnswer(reason, kind="timeout", again=True) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -74,7 +74,7 @@ class Authority:
     def _builder(
         self, name: str, public: ec.EllipticCurvePublicKey, days: int
     ) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         issuer = self._key.public_key()
         return (
             x509.CertificateBuilder()

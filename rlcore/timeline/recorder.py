@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from rlcore.errors import DataError
 from rlcore.timeline.files import Record, TimelineFile, Track
@@ -83,7 +83,7 @@ class Recorder:
         moment = now()
         self._put("C", (group, name), name, moment, moment, {"value": value})
 
-    def _put(self, *record: Unpack[Record]) -> None:
+    def _put(self, *record: *Record) -> None:
         if self.enabled and len(self._records) < self.max_records:
             self._records.append(record)
         elif self.enabled:

@@ -13,7 +13,7 @@ only when it is needed: a checkpoint right after a publication moves nothing.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Literal
 
 from rlcore.data.generation import MemoryTag
@@ -21,7 +21,7 @@ from rlcore.interfaces import EngineMemory, PolicyBackend
 from rlcore.trainer.rank_sync import RankSync, on_rank0
 
 
-class GpuPhase(str, Enum):
+class GpuPhase(StrEnum):
     """The side that has the GPUs."""
 
     # The engines have weights and caches; the trainer is offloaded to host memory.

@@ -15,13 +15,12 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-
-import tomllib
 
 FOLDER = Path(__file__).resolve().parent
 PYPROJECT = FOLDER.parents[1] / "pyproject.toml"

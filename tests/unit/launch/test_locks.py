@@ -38,7 +38,7 @@ OTHERS = ("verifiers",)
 LOCKS = {
     name: make.read((FOLDER / f"{name}.txt").read_text()) for name in TRAINERS + ENGINES + OTHERS
 }
-PYTHONS = {**dict.fromkeys(TRAINERS, ("3.10", "3.11", "3.12", "3.13"))}
+PYTHONS = {**dict.fromkeys(TRAINERS, ("3.11", "3.12", "3.13"))}
 PYTHONS |= dict.fromkeys(ENGINES + OTHERS, ("3.11", "3.12", "3.13"))
 CASES = [(name, python) for name, pythons in PYTHONS.items() for python in pythons]
 CPU_TAGS = ("cpu-build", "base")

@@ -125,7 +125,7 @@ def test_work_that_resists_is_not_waited_for_long(
 
 def test_a_deadline_inside_the_work_is_the_works() -> None:
     async def work() -> None:
-        raise asyncio.TimeoutError("its own")
+        raise TimeoutError("its own")
 
     with pytest.raises(asyncio.TimeoutError, match="its own"):
         run(within(10, work(), lambda: "ours"))
