@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -131,17 +132,15 @@ class RolloutRecorder:
 
     def _wait(self, most: int) -> None:
         """Wait until at most `most` jobs are unfinished."""
+        deadline = time.monotonic() + self._timeout_s
         while self._jobs and (len(self._jobs) > most or self._jobs[0][1].done()):
             what, job = self._jobs[0]
-            try:
-                job.result(self._timeout_s)
-            except TimeoutError as error:
-                if job.done():
-                    raise
+            if not wait([job], max(0.0, deadline - time.monotonic())).done:
                 raise DeadlineExceeded(
                     f"{what}: not done after {self._timeout_s:g} s (half of"
                     " cluster.collective_timeout_s)"
-                ) from error
+                )
+            job.result()
             self._jobs.popleft()
 
 
