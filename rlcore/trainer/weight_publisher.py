@@ -101,6 +101,10 @@ class WeightPublisher:
             self.ranks.finish(self.version)
             return DONE
 
+        def closed() -> None:
+            if step is not None:
+                self.published(step, self.version, on_rank0(self.journal).incarnation)
+
         outcome = self._on_rank0("opening a publication", opening)
         self._record("opening", began)
         if not outcome.startswith(OPEN):
@@ -115,21 +119,26 @@ class WeightPublisher:
             began = self._record(f"gathering bucket {bucket.index}", began)
             if self.ranks.send(bucket, flat):
                 began = self._record(f"sending bucket {bucket.index}", began)
-        outcome = self._on_rank0("closing a publication", closing)
-        if outcome == DONE and step is not None and self.journal is not None:
-            self.published(step, self.version, self.journal.incarnation)
+        outcome = self._on_rank0("closing a publication", closing, then=closed)
         self.ranks.end(done=outcome == DONE)
         self._record("closing", began)
         return outcome
 
-    def _on_rank0(self, what: str, work: Callable[[], str]) -> str:
-        """Run a stage on rank 0. Returns its outcome on every rank; an error there cancels all."""
+    def _on_rank0(
+        self, what: str, work: Callable[[], str], then: Callable[[], None] = lambda: None
+    ) -> str:
+        """Run a stage on rank 0. Returns its outcome on every rank; an error in `work` cancels all.
+
+        `then` follows successful work, while the other ranks still wait.
+        """
 
         def run() -> str:
             try:
-                return work()
+                outcome = work()
             except RlcoreError as error:
                 return self._cancel(error)
+            then()
+            return outcome
 
         return self.sync.broadcast(what, run, timeout_s=self.timeout_s)
 
