@@ -217,6 +217,7 @@ class Attempts:
         check: Callable[[Any, Container[int]], list[Sample]],
         *,
         where: str,
+        of: object,
         enter: Callable[[Stage], None] = lambda stage: None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> list[Sample]:
@@ -227,6 +228,7 @@ class Attempts:
             check: validates the result, given the versions of the tokens that the workflow got;
                 raises RolloutFailed if it is no list of samples.
             where: prompt and draw, for messages.
+            of: the workflow; its location is named if the failing line is unknown.
             enter: is called when the workflow begins and ends to wait for engines.
             withdraw: cancels requests that a try left behind.
 
@@ -236,12 +238,14 @@ class Attempts:
             RlcoreError: an engine failed, or the workflow reports a wrong configuration.
         """
         answers: dict[Hashable, list[Completion]] | None = {} if self._retries else None
+        versions: set[int] = set()
         pause = RETRY_S
         for retries_left in range(self._retries, -1, -1):
-            attempt = _Attempt(partial(self.partial.whole, generate), answers, enter)
+            ask = partial(self.partial.whole, generate)
+            attempt = _Attempt(ask, answers, versions, enter)
             found: list[Sample] | RolloutFailed
             try:
-                found = check(await self._result(make, attempt), attempt.versions)
+                found = check(await self._result(make, attempt), versions)
             except RolloutFailed as error:
                 found = error
             finally:
@@ -255,7 +259,7 @@ class Attempts:
                 for sample in found if attempt.aborted else ():
                     sample.finish_reason = "abort"
                 return found
-            place = found.place or place_of(make)
+            place = found.place or place_of(of)
             failure = Failure(found.kind, f"workflow {self._name}", where, found.message, place)
             if attempt.aborted:
                 raise Aborted(failure) from found
@@ -269,6 +273,8 @@ class Attempts:
     async def _result(self, make: Make, attempt: _Attempt) -> Any:
         """The workflow's result. Its errors become RolloutFailed; others propagate."""
         task = asyncio.ensure_future(_call(make, attempt.generate))
+        # retrieve its exception, which asyncio would log otherwise
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             while not task.done() and (left := self._timeout_s - attempt.seconds()) > 0:
                 await asyncio.wait({task}, timeout=max(left, CLOCK_S))
@@ -283,8 +289,6 @@ class Attempts:
             if not task.done():
                 # requests of a try that resists its cancellation are refused
                 attempt.ended = True
-                # retrieve its exception, which asyncio would log otherwise
-                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_S)
         if task.cancelled():
@@ -313,6 +317,7 @@ class _Attempt:
         self,
         generate: Generate,
         answers: dict[Hashable, list[Completion]] | None,
+        versions: set[int],
         enter: Callable[[Stage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -325,8 +330,8 @@ class _Attempt:
         # whether an engine aborted at least one turn
         self.aborted = False
         self.engine_error: RlcoreError | None = None
-        # versions that made a token of an answer
-        self.versions: set[int] = set()
+        # versions that made a token of an answer of this try and earlier ones
+        self._versions = versions
         self._generate = generate
         # answers of this try and earlier ones; None: keep none
         self._answers = answers
@@ -350,7 +355,7 @@ class _Attempt:
                 self.aborted = True
             elif self._answers is not None:
                 self._answers[key] = found
-        self.versions.update(span.version for one in found for span in one.versions)
+        self._versions.update(span.version for one in found for span in one.versions)
         return found
 
     async def _ask(self, request: GenerateRequest) -> list[Completion]:

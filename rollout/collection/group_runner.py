@@ -76,6 +76,7 @@ class _Call:
     draw: int
     prompt: Prompt
     greedy: bool
+    workflow: object
     make: Make
     generate: Generate
     stage: Stage = "start"
@@ -156,7 +157,7 @@ class GroupRunner:
                     make: Make = partial(workflow, prompt, draw)
                 else:
                     make = partial(workflow.rollout, prompt, draw, rollout)
-                call = _Call(draw, prompt, greedy, make, self.dispatcher.one)
+                call = _Call(draw, prompt, greedy, workflow, make, self.dispatcher.one)
                 if batcher:
                     call.generate = batcher.enter(call)
                 calls[draw].append(call)
@@ -218,6 +219,7 @@ class GroupRunner:
                 call.generate,
                 partial(self._checked, call),
                 where=f"{call.prompt.prompt_id} (draw {call.draw})",
+                of=call.workflow,
                 enter=partial(self._enter, call),
                 withdraw=partial(batcher.withdraw, call) if batcher else lambda: None,
             )

@@ -59,10 +59,11 @@ def run(
     *,
     check: Callable[[Any, Any], Any] = lambda found, versions: found,
     attempts: Attempts | None = None,
+    of: object = None,
     **settings: Any,
 ) -> Any:
     made = attempts or attempts_of(**settings)
-    work = made.run(make, engine or Engine(), check, where="f:1 (draw 3)")
+    work = made.run(make, engine or Engine(), check, of=of or make, where="f:1 (draw 3)")
     return run_patiently(asyncio.wait_for(work, 20))
 
 
@@ -286,13 +287,27 @@ def test_a_try_that_resists_its_end_gets_no_answer_any_more(
 
     async def main() -> Any:
         attempts = attempts_of(timeout_s=0.06)
-        found = await attempts.run(make, engine, a_list, where="f:1 (draw 3)")
+        found = await attempts.run(make, engine, a_list, of=make, where="f:1 (draw 3)")
         while not said:
             await asyncio.sleep(0.01)
         return found
 
     assert run_patiently(asyncio.wait_for(main(), 20)) == [2]
     assert (said, engine.asked) == (["this try of the rollout has ended"], [])
+
+
+def test_a_failure_of_a_workflow_of_ours_names_no_line_of_it() -> None:
+    """Such failures are alike by their reason, since no place in a user's code tells them apart."""
+
+    async def make(generate: Generate) -> None:
+        raise RolloutFailed("error", "the program ended with exit code 1")
+
+    class Ours:
+        rollout = make
+
+    with pytest.raises(GivenUp) as given_up:
+        run(make, of=Ours(), retries=0)
+    assert given_up.value.failure.place == ""
 
 
 def test_a_group_that_is_given_up_ends_its_tries() -> None:
@@ -306,7 +321,7 @@ def test_a_group_that_is_given_up_ends_its_tries() -> None:
 
     async def main() -> None:
         attempts = attempts_of()
-        work = attempts.run(make, Engine(), a_list, where="f:1 (draw 3)")
+        work = attempts.run(make, Engine(), a_list, of=make, where="f:1 (draw 3)")
         task = asyncio.ensure_future(work)
         await asyncio.sleep(0.01)
         task.cancel()
