@@ -14,8 +14,9 @@ Each row waits for the row below it. Keys are set in the configuration; constant
     weight publication   one bucket at an engine         update_timeout_s + ENGINE_GRACE_S
     dispatcher           one request, pauses aside       rollout.engine.request_timeout_s
     fleet                a token of a busy engine        rollout.engine.progress_timeout_s
-    engine client        a control call                  update_timeout_s; CALLS_AT_ONCE times that
-                                                         for one that may wait for calls before it
+    engine client        a control call                  update_timeout_s + ENGINE_GRACE_S if the
+                                                         engine has that limit, too; CALLS_AT_ONCE
+                                                         times for one that may wait for others
     fleet                an engine's health              rollout.engine.health_timeout_s
     group runner         one try of a rollout            rollout.workflow.timeout_s
     an environment       one call of a method            rollout.workflow.tool_timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import aiohttp
 import orjson
@@ -42,6 +42,9 @@ class ServerClient:
     Each concurrent call has a connection; the caller limits their number. Cancelling a call closes
     its connection, upon which the server drops the request.
     """
+
+    # beyond `update_timeout_s`
+    grace_s = 0.0
 
     def __init__(
         self,
@@ -114,13 +117,16 @@ class ServerClient:
     ) -> Any:
         session = self._open()
         timeout_s: float | None = None if limit is None else times * getattr(self.config, limit)
+        total_s = timeout_s
+        if timeout_s is not None and limit == "update_timeout_s":
+            total_s = timeout_s + self.grace_s
         try:
             async with session.request(
                 method,
                 self._urls.get(route) or self._url(route),
                 data=io.BytesIO(body) if body and len(body) > JOINED_BYTES else body,
                 headers=self._authorization(admin=True) if admin else None,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                timeout=aiohttp.ClientTimeout(total=total_s),
                 allow_redirects=False,
                 middlewares=(only_once,) if body is None else None,
             ) as response:
@@ -130,7 +136,7 @@ class ServerClient:
                 f"engine {self.name} at {self.url} answered {route} with {error}, which no answer"
                 " to it has"
             ) from error
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise EngineHangs(
                 f"engine {self.name} did not answer {route} within {timeout_s:g} s"
                 f" (rollout.engine.{limit})"
@@ -236,18 +242,18 @@ class Connector(aiohttp.TCPConnector):
         return super().close(**given)
 
 
-async def explained(error: EngineFailed, server: Server) -> EngineFailed:
-    """Return the error, or the end of the server's log if its process has ended.
+async def raise_explained(error: EngineFailed, server: Server) -> NoReturn:
+    """Raise the error, or the end of the server's log if its process has ended.
 
     A process drops its connections a moment before it is seen dead.
     """
     ended = server.ended
     if ended is None or isinstance(error, EngineHangs):
-        return error
+        raise error
     await asyncio.wait({ended}, timeout=BROKEN_CONNECTION_S)
     if not ended.done():
-        return error
-    return EngineFailed(f"engine {server.name} died: {server.describe_end()}")
+        raise error
+    raise EngineFailed(f"engine {server.name} died: {server.describe_end()}") from error
 
 
 def close_unused(making: asyncio.Task[Any]) -> None:

@@ -24,6 +24,7 @@ from rlcore.data.generation import (
     SamplingParams,
 )
 from rlcore.data.sample import SamplingMasks, VersionSpan, decode_experts, encode_experts
+from rlcore.deadlines import ENGINE_GRACE_S
 from rlcore.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -37,7 +38,7 @@ from rlcore.weights import Bucket
 from rollout.engines.checks import ExpertLayers, check_records, check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
-from rollout.engines.server_client import CONTROL_BYTES, Limit, ServerClient, explained
+from rollout.engines.server_client import CONTROL_BYTES, Limit, ServerClient, raise_explained
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 
@@ -240,7 +241,10 @@ class RemoteEngine:
             )
             return answer["result"]
         except EngineFailed as error:
-            raise await explained(error, self._server) from error
+            # With a cause, the connection broke; without one, the server has answered.
+            if error.__cause__ is None:
+                raise
+            await raise_explained(error, self._server)
         except (LookupError, TypeError) as error:
             raise EngineFailed(
                 f"engine {self.name}: /{verb} was answered with nonsense: {error!r}"
@@ -249,6 +253,9 @@ class RemoteEngine:
 
 class VerbClient(ServerClient):
     """Raises the errors of an embedded engine's server as what they are there."""
+
+    # The server ends a control call itself, with the reason.
+    grace_s = ENGINE_GRACE_S
 
     def _refusal(self, route: str, status: int, content: bytes) -> RlcoreError:
         try:

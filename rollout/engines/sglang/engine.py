@@ -27,7 +27,7 @@ from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
-from rollout.engines.server_client import ServerClient, explained
+from rollout.engines.server_client import ServerClient, raise_explained
 from rollout.engines.sglang import patches
 from rollout.engines.sglang.answers import no_sglang, read_digests, version_name
 from rollout.engines.sglang.generation import Generation
@@ -174,7 +174,7 @@ class SGLangEngine:
         try:
             await self._running.get("/server_info")
         except EngineFailed as error:
-            raise await explained(error, self.server) from error
+            await raise_explained(error, self.server)
         own_gpu = self._device == "cuda" and not self.config.colocated
         version = self.weights.version if self.weights.state == "ready" else None
         gpu = f"of engine {self.name}" if own_gpu else None
@@ -202,7 +202,7 @@ class SGLangEngine:
                         *(one(each, cache_key=key) for each in requests)
                     )
         except EngineFailed as error:
-            raise await explained(error, self.server) from error
+            await raise_explained(error, self.server)
         # Behind a router another engine may have answered.
         if self._router is None:
             check_versions(self.name, answers, oldest, self.weights.version)
@@ -260,7 +260,8 @@ class SGLangEngine:
                 )
             await self.abort()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._pause_gate.emptied(), ABORT_AGAIN_S)
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await self._pause_gate.emptied()
 
     async def resume(self) -> None:
         """Continue generation. Raises EngineFailed unless the weights have a version."""
