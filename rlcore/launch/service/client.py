@@ -85,8 +85,13 @@ class ServiceProcess:
                     # In its own session the process gets no Ctrl-C, which is for rank 0.
                     start_new_session=True,
                 )
+        # Recovery: the owner starts another one, as after a death.
         except OSError as error:
-            raise ServiceLost(f"the rollout service cannot be started: {error}") from error
+            self._lost = ServiceLost(f"the rollout service cannot be started: {error}")
+            logger.warning("%s", self._lost)
+            self.pid = 0
+            self._ended.set()
+            return
         self.pid = self._process.pid
         threading.Thread(target=self._read, name="service", daemon=True).start()
 
@@ -173,6 +178,8 @@ class ServiceProcess:
                         now - asked,
                     )
                     self._process.kill()
+                    self._process.wait()
+                    self._shut()
                     return
             is_up = True
 
