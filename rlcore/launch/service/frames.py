@@ -20,6 +20,8 @@ from rlcore.config import Config
 MARK = b"rlsv"
 # A smaller array stays in the pickle, so that a step of thousands takes few system calls.
 LARGE_BYTES = 1 << 16
+MAX_PARTS = 1 << 24
+MAX_BYTES = 1 << 38  # of a frame
 _HEADER = struct.Struct("!4sI")
 # In place of a call's number: the message is a line for the terminal of rank 0.
 LINE = -1
@@ -77,7 +79,11 @@ def receive(connection: socket.socket) -> Any:
     mark, count = _HEADER.unpack(_read(connection, _HEADER.size))
     if mark != MARK:
         raise BadFrame(f"a frame begins with {bytes(mark)!r}, expected {MARK!r}")
+    if not 1 <= count <= MAX_PARTS:
+        raise BadFrame(f"a frame has {count} parts, expected 1 to {MAX_PARTS}")
     lengths = struct.unpack(f"!{count}Q", _read(connection, 8 * count))
+    if sum(lengths) > MAX_BYTES:
+        raise BadFrame(f"a frame has {sum(lengths)} bytes, expected at most {MAX_BYTES}")
     body, *arrays = [_read(connection, length) for length in lengths]
     try:
         return pickle.loads(body, buffers=arrays)

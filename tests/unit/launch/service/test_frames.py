@@ -65,6 +65,9 @@ def test_a_large_array_is_not_copied_into_the_pickle() -> None:
     "nonsense",
     [
         b"print from somebody else",
+        frames._HEADER.pack(frames.MARK, 0),
+        frames._HEADER.pack(frames.MARK, 1 << 30),
+        frames._HEADER.pack(frames.MARK, 1) + struct.pack("!Q", 1 << 60),
         frames._HEADER.pack(frames.MARK, 1) + struct.pack("!Q", 3) + b"???",
         frames._HEADER.pack(frames.MARK, 1)
         + struct.pack("!Q", 10)
