@@ -1,8 +1,7 @@
-"""The engines of a run: starting, watching and restarting them.
+"""The engines of a run: starting, watching and restarting them, on one event loop.
 
 `rollout/fleet/engine_states.py` defines which state follows from which event. A failed engine is
 ended and, after a pause, started again; it is then stale until it takes part in a publication.
-Everything happens on one event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from rlcore.config.derived import comeback_s
@@ -58,7 +58,6 @@ class Fleet:
         self.comeback_s = comeback_s(config, place_s)
         self.router = Router(self.members, self._no_engine_error)
         self._tasks: set[asyncio.Task[None]] = set()
-        # replaced at each change of state
         self._changed = asyncio.Event()
         self._may_start = asyncio.Event()
         self._may_start.set()
@@ -122,7 +121,7 @@ class Fleet:
         if member.down is not None and not member.down.done():
             member.down.set_result("it has left")
         late = f"engine {member.name} could not be disconnected within {KILL_ENGINE_S:g} s"
-        if (why := await _error(engine.close(), KILL_ENGINE_S, late)) is not None:
+        if (why := await _error(engine.close, KILL_ENGINE_S, late)) is not None:
             logger.warning("%s", why)
         self._state_changed()
 
@@ -130,7 +129,8 @@ class Fleet:
         """Abort an engine's requests until it has none; unanswered ones are sent again."""
         deadline = time.monotonic() + ABORT_S
         while member.leases and (left := deadline - time.monotonic()) > 0:
-            abort = member.engine.abort([rid for lease in member.leases for rid in lease.rids])
+            rids = [rid for lease in member.leases for rid in lease.rids]
+            abort = partial(member.engine.abort, rids)
             # recovery: without an answer only the tokens made so far are lost
             if (why := await _error(abort, left, "no answer to an abort")) is not None:
                 logger.warning("engine %s leaves: %s", member.name, why)
@@ -396,7 +396,7 @@ class Fleet:
                 continue
             if gone or member.health.state is not State.DRAINING:
                 why = await _error(
-                    member.engine.health(),
+                    member.engine.health,
                     self._config.health_timeout_s,
                     f"engine {member.name} did not answer a probe within"
                     f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
@@ -441,7 +441,7 @@ class Fleet:
     async def _end(self, member: Member) -> None:
         late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"
         # recovery: a new process can start before the old one has ended
-        if (why := await _error(member.engine.kill(), KILL_ENGINE_S, late)) is not None:
+        if (why := await _error(member.engine.kill, KILL_ENGINE_S, late)) is not None:
             logger.warning("%s", why)
 
     async def _restart(self, member: Member, ending: asyncio.Task[None]) -> None:
@@ -471,10 +471,10 @@ class Fleet:
         return task
 
 
-async def _error(call: Awaitable[Any], seconds: float, late: str) -> str | None:
+async def _error(call: Callable[[], Awaitable[Any]], seconds: float, late: str) -> str | None:
     """Why the call failed, or `late` if it took more than `seconds`; None if it succeeded."""
     try:
-        await within(seconds, call, lambda: late)
+        await within(seconds, call(), lambda: late)
     except Exception as error:  # noqa: BLE001 - any error is a failure of the engine
         return describe(error)
     return None
