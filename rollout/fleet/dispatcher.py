@@ -129,7 +129,8 @@ class Dispatcher:
         group = f"engine {lease.member.name}"
         slots = self._slots.setdefault(group, Lanes(group, "slot"))
         slot = slots.take()
-        began = now()
+        # The times of a lease that is lost before its call begins.
+        lease.began = lease.ended = now()
         args: dict[str, Any] = {
             "groups": [group_key(request.seed, request.draw) for request in requests],
             "samples": [(request.first_sample, request.n) for request in requests],
@@ -146,7 +147,7 @@ class Dispatcher:
             args["failed"] = type(error).__name__
             raise
         finally:
-            RECORDER.add(slots.track(slot), "request", began, now(), **args)
+            RECORDER.add(slots.track(slot), "request", lease.began, lease.ended, **args)
             slots.give_back(slot)
 
     async def _call(self, lease: Lease) -> list[list[Completion]]:
@@ -160,8 +161,9 @@ class Dispatcher:
         assert lease.caller is not None
         lease.held_before_s = lease.member.held_s
         self._set_alarm(lease, self.limit_s)
+        lease.began = now()
         if not self._calls:
-            self._busy_since = now()
+            self._busy_since = lease.began
         self._calls += 1
         answers: list[list[Completion]] | None = None
         try:
@@ -179,9 +181,10 @@ class Dispatcher:
                 f"engine {engine.name} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
+            lease.ended = now()
             self._calls -= 1
             if not self._calls:
-                self._busy_s += now() - self._busy_since
+                self._busy_s += lease.ended - self._busy_since
             if lease.alarm is not None:
                 lease.alarm.cancel()
             lease.caller = None

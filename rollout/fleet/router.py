@@ -80,6 +80,7 @@ class Lease:
         caller: the task that awaits the call; `cancelled` by `cancel_call`.
         held_before_s: `member.held_s` when the alarm of the time limit was set.
         overdue: the call passed its time limit, which is not the engine's failure.
+        began, ended: times of the call.
     """
 
     member: Member
@@ -90,6 +91,8 @@ class Lease:
     cancelled: bool = False
     held_before_s: float = 0.0
     overdue: bool = False
+    began: float = 0.0
+    ended: float = 0.0
     alarm: asyncio.TimerHandle | None = None
 
     @property

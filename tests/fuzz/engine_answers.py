@@ -166,7 +166,7 @@ def ask(engine: Any, request: GenerateRequest, loop: asyncio.AbstractEventLoop) 
         member = fleet.members[0]
         member.version = VERSION
         dispatcher = Dispatcher(fleet, CONFIG, vocab_size=VOCAB)
-        return await dispatcher._call(Lease(member, start=0), [request])
+        return await dispatcher._call(Lease(member, 0, [request]))
 
     try:
         [found] = loop.run_until_complete(asyncio.wait_for(call(), 10))
