@@ -106,12 +106,13 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
         check_examples(config.data)
         for one in [] if config.is_sft else evaluation_sets(config):
             check_examples(config.data, one.paths, key=f"{one.key}.paths")
-    from rlcore.launch.run_folder import find_checkpoint
+    for key in ("policy.checkpoint", "training.replay_from"):
+        section, _, name = key.partition(".")
+        if (folder := getattr(getattr(config, section), name)) is not None:
+            # This import loads torch.
+            from rlcore.launch.run_folder import find_checkpoint
 
-    if config.policy.checkpoint is not None:
-        find_checkpoint(Path(config.policy.checkpoint))
-    if config.training.replay_from is not None:
-        find_checkpoint(Path(config.training.replay_from), "training.replay_from")
+            find_checkpoint(Path(folder), key)
 
 
 def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
