@@ -370,6 +370,11 @@ class PromptStream:
             DataError: the prompts or their order differ from the snapshot's.
         """
         self._check_kind(state)
+        if not {"order", "files", "blocks"} <= state.keys():
+            raise DataError(
+                "the checkpoint is of an earlier version of rlcore and cannot be resumed: start a"
+                " new run from its weights (policy.checkpoint)"
+            )
         if (state["size"], state["fingerprint"]) != (self.size, self.fingerprint):
             raise DataError(
                 f"the run was saved with {state['size']} prompts (fingerprint"
