@@ -232,13 +232,15 @@ def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
 
 def committed_steps(folder: Path) -> list[int]:
     """Return the steps that have a folder in a run's `checkpoints/`, whole or damaged, in order."""
-    found = (_STEP.fullmatch(path.name) for path in folder.glob("step_*"))
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = (_STEP.fullmatch(path.name) for path in paths)
     return sorted(int(match[1]) for match in found if match)
 
 
 def unfinished_steps(folder: Path) -> list[int]:
     """Return the steps whose checkpoints are being written, or were when a run was killed."""
-    found = (_BEING_WRITTEN.fullmatch(path.name) for path in folder.glob(".step_*"))
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = (_BEING_WRITTEN.fullmatch(path.name) for path in paths)
     return [int(match[1]) for match in found if match]
 
 

@@ -112,7 +112,8 @@ class RunDirectory:
 
     def recorded_steps(self) -> list[int]:
         """Return the steps whose samples were recorded, in order."""
-        found = (STEP_FILE.fullmatch(path.name) for path in self.rollouts.glob("step_*"))
+        paths = self.rollouts.iterdir() if self.rollouts.is_dir() else ()
+        found = (STEP_FILE.fullmatch(path.name) for path in paths)
         return sorted(int(match[1]) for match in found if match)
 
     def prune_rollouts(self, step: int, *, keep: int) -> None:
@@ -188,7 +189,7 @@ class RunDirectory:
         """
         self.result_path.unlink(missing_ok=True)
         folders = (self.rollouts, self.evaluations, self.index, self.merged_index)
-        for path in (path for folder in folders for path in folder.glob("*")):
+        for path in (path for folder in folders if folder.is_dir() for path in folder.iterdir()):
             match = STEP_FILE.fullmatch(path.name)
             if path.suffix == ".tmp" or (match and int(match[1]) > step):
                 path.unlink()
