@@ -255,10 +255,11 @@ def _keys(run: Run) -> Check:
     found = f"set: {', '.join(present) or 'none'}"
     wandb = run.config.tracking.wandb
     login = None
-    with suppress(OSError, netrc.NetrcParseError):
-        login = netrc.netrc().authenticators("api.wandb.ai")
-    is_online = wandb.enabled and wandb.mode == "online"
-    if is_online and "WANDB_API_KEY" not in present and login is None:
+    needs_login = wandb.enabled and wandb.mode == "online" and "WANDB_API_KEY" not in present
+    # ValueError: the file is not UTF-8
+    with suppress(OSError, netrc.NetrcParseError, ValueError):
+        login = netrc.netrc().authenticators("api.wandb.ai") if needs_login else None
+    if needs_login and login is None:
         advice = "set WANDB_API_KEY, run `wandb login`, or set tracking.wandb.mode to offline"
         return Check("FAIL", "keys", found, "WANDB_API_KEY", advice)
     missing = [key for key in ENGINE_KEYS if key not in present]
