@@ -143,8 +143,12 @@ tracking: {{show_samples: 0}}
 
 
 def score_of(text: str) -> float:
-    """The reward of a prompt with its response, from -2 to 2."""
-    return zlib.crc32(text.encode()) / (1 << 30) - 2
+    """A learnable reward of a prompt with its response: the mean weight of its characters.
+
+    The last term makes the rewards of different texts differ.
+    """
+    weights = [zlib.crc32(character.encode()) / (1 << 29) - 4 for character in text]
+    return sum(weights) / len(weights) + zlib.crc32(text.encode()) / (1 << 42)
 
 
 def classify(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
