@@ -1,8 +1,8 @@
 """Operations on ragged vectors: a flat `[M]` tensor cut into B sequences by `cu_seqlens` (`[B+1]`).
 
 Sequence b owns the tokens `cu_seqlens[b] : cu_seqlens[b + 1]`; it may own none. There are no pads
-and no masks, so nothing can leak out of a sequence. Everything here is pure, works on any device
-and is differentiable in its values.
+and no masks, so nothing can leak out of a sequence. Everything here but `add_` is pure; all of it
+works on any device and is differentiable in its values.
 """
 
 from __future__ import annotations

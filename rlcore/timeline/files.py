@@ -267,8 +267,9 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
     near = [member for member in found if wanted[0] - 1 <= member.step <= longest]
     spans = [span for member in near for span in _spans(member)]
     windows: dict[int, tuple[float, float]] = {}
+    chosen_steps = set(wanted)
     for span in spans:
-        if (span.group, span.lane) == ("rank 0", "main") and span.step in wanted:
+        if (span.group, span.lane) == ("rank 0", "main") and span.step in chosen_steps:
             begin, end = windows.get(span.step, (span.begin, span.begin + 1))
             windows[span.step] = (min(begin, span.begin), max(end, span.end))
     begin = min(window[0] for window in windows.values())

@@ -79,7 +79,6 @@ def push_run(
             commit_message=f"Trained by rlcore run {directory.name}",
         )
         result["hub"] = str(created)
-        tracker.note(f"pushed {folder} to {created}")
     # Errors of the hub, the connection and the file system have no common base.
     except Exception as error:  # noqa: BLE001 - recovery: the model is whole on disk
         result["hub_error"] = (
@@ -88,6 +87,8 @@ def push_run(
             f" {config.repo} {folder}`"
         )
         tracker.note(result["hub_error"])
+    else:
+        tracker.note(f"pushed {folder} to {created}")
     directory.write_result(**result)
 
 

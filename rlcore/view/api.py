@@ -71,10 +71,11 @@ class Parameters:
             if not all(
                 isinstance(one.column, str)
                 and isinstance(one.comparison, str)
+                and not isinstance(one.value, bool)
                 and (isinstance(one.value, str) or math.isfinite(one.value))
                 for one in found
             ):
-                raise ValueError("column and comparison are texts, the value is finite or a text")
+                raise ValueError("column and comparison are texts, the value is a number or a text")
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(
                 f"filter must be a list of [column, comparison, value], got {text[:80]!r} ({error})"

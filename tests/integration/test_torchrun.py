@@ -42,6 +42,7 @@ def test_two_nodes_of_the_multi_node_script(launcher: Launcher, supervised: Ende
     assert "run two-nodes" not in run.logs[1].read_text(), "rank 0 alone speaks"
     assert run.result["status"] == "completed"
     assert sorted(path.name for path in (run.folder / "logs").iterdir()) == [
+        "engines.json",
         "rank_0.log",
         "rank_1.log",
     ]

@@ -43,7 +43,7 @@ def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) ->
     assert elsewhere <= {here}, own
     assert f"step {STEPS}/{STEPS}" in run.out
     assert {path.name for path in (run.folder / "logs").iterdir()} == {
-        "rank_0.log", "rank_1.log", "service.log", "engine_0.log",
+        "rank_0.log", "rank_1.log", "service.log", "engine_0.log", "engines.json",
     }  # fmt: skip
     assert {path.name for path in (run.folder / "timeline").iterdir()} == {
         "rank_0.json.gz", "rank_1.json.gz", "service.json.gz",

@@ -34,7 +34,6 @@ ORDER = [7, 3, 0, 11, 1, 9, 5, 2, 10, 4, 6, 8]
 # micro-batches, in sequences of ORDER; one holds sequence 10 alone: no tokens
 PIECES = (3, 1, 4, 1, 2, 1)
 MODES = get_args(AggregationMode)
-TO_ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults would leave a small batch alone
     "clip_cov": {"clip_cov_ratio": 0.25, "clip_cov_lb": 0.05},
     "gspo": {"clip_low": 0.1, "clip_high": 0.2},

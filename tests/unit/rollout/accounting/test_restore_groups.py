@@ -13,7 +13,7 @@ from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.rollouts import decode_samples
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import BufferedGroup, ages, decode, restore_groups
+from rollout.collection.buffer import BufferedGroup, decode, restore_groups
 from rollout.collection.group_runner import Group
 
 
@@ -84,11 +84,6 @@ def test_a_group_comes_back_exactly():
 def test_what_is_no_group_is_refused():
     with pytest.raises(ValueError, match="not encoded samples"):
         decode_samples(b"something else")
-
-
-def test_ages_are_what_the_scheduler_restores():
-    groups = [buffered(draw, oldest, 2) for draw, oldest in ((7, 2), (3, 2), (5, 1))]
-    assert ages(groups) == [[1, [5]], [2, [3, 7]]]
 
 
 def test_everything_starts_again():
