@@ -55,7 +55,7 @@ def row(name: str, found: Outcome, max_staleness: int) -> list[str]:
         f"{found.of_bound:.3f}",
         f"{3600 * found.setting.steps / found.seconds:.2f}",
         f"{1 - found.trained_s / found.seconds:.3f}",
-        f"{1 - found.busy_s / found.setting.slots / found.seconds:.3f}",
+        f"{1 - found.busy_seconds / found.setting.slots / found.seconds:.3f}",
         f"{statistics.fmean(found.staleness):.2f}",
         str(max(found.staleness)),
         str(found.expired),

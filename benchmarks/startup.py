@@ -4,8 +4,8 @@
     python benchmarks/startup.py --ranks 8 16
 
 Threads stand for ranks. They make one group over a TCPStore of this process, as gloo does by itself
-and as a run does (`rlcore.stores.meeting_briefly`), alternately; medians of the rounds. Each pair
-of ranks has a connection, so 128 ranks take 16,256 sockets of this process.
+and as a run does (`rlcore.stores.few_store_requests`), alternately; medians of the rounds. Each
+pair of ranks has a connection, so 128 ranks take 16,256 sockets of this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from report import machine
 
 from rlcore.launch.environment import allow_connections
-from rlcore.stores import meeting_briefly
+from rlcore.stores import few_store_requests
 
 LIMIT = timedelta(seconds=300)
 ROUNDS = 3
@@ -105,7 +105,7 @@ def main() -> None:
         rounds: dict[str, list[tuple[float, int, int]]] = {"alone": [], "run": []}
         for _ in range(given.rounds):
             rounds["alone"].append(meet(world, nullcontext))
-            rounds["run"].append(meet(world, meeting_briefly))
+            rounds["run"].append(meet(world, few_store_requests))
         cells = [
             f"{found[0][1]:,}, {found[0][2] / 1e6:.2f},"
             f" {statistics.median(seconds for seconds, _, _ in found):.2f}"

@@ -25,7 +25,7 @@ from report import machine
 
 from rlcore.runs.metrics import read_metrics
 from rlcore.timeline.files import Record, read_spans
-from rlcore.timeline.recorder import Lanes, Recorder, now
+from rlcore.timeline.recorder import Recorder, TrackAllocator, now
 
 MOST_SHARE = 0.01  # of a step
 ROUNDS = 7
@@ -96,8 +96,8 @@ def made_up(prompts: int, samples: int, turns: int) -> list[Record]:
     """A step of prompts x samples rollouts: requests, rewards, and tools between the turns."""
 
     def spans() -> Iterator[Record]:
-        slots = Lanes("engine engine-0", "slot")
-        workers = Lanes("rewards", "worker")
+        slots = TrackAllocator("engine engine-0", "slot")
+        workers = TrackAllocator("rewards", "worker")
         at = 1e5
         for draw in range(prompts):
             group = f"1234567/{draw}"

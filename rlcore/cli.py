@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> int:
             found = check_plugins(loaded)
             if first_on_node():
                 found += at_start(loaded.config)
-            loaded = replace(loaded, notes=(*loaded.notes, *found))
+            loaded = replace(loaded, warnings=(*loaded.warnings, *found))
         from rlcore.launch import launchers
 
         return launchers.train(
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Print the configuration, the checks that ran and those left out, and the notes."""
+    """Print the configuration, the checks that ran and those left out, and the warnings."""
     loaded = _load(args.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.yaml_settings import render_config
@@ -118,14 +118,14 @@ def validate(args: argparse.Namespace) -> int:
     from rlcore.runs.directory import check_plain_name
 
     check_plain_name(loaded.config.run.name)
-    notes = list(loaded.notes)
+    warnings = list(loaded.warnings)
     made = describe_checks()
     left_out = []
     if import_torch_lazily():
         from rlcore.config.derived import world_size
         from rlcore.launch import input_checks
 
-        notes += input_checks.check_plugins(loaded)
+        warnings += input_checks.check_plugins(loaded)
         made += input_checks.MADE
         if args.elsewhere:
             left_out += [f"{line}: --elsewhere" for line in input_checks.MADE_HERE]
@@ -135,7 +135,7 @@ def validate(args: argparse.Namespace) -> int:
     else:
         left_out.append("Algorithms, functions, model and files: torch is not installed here")
     print(render_config(masked(loaded.config.model_dump()), loaded.origins), end="")
-    for title, lines in (("checks made", made), ("checks left out", left_out), ("notes", notes)):
+    for title, lines in (("checks made", made), ("checks left out", left_out), ("notes", warnings)):
         if lines:
             print(f"\n# {title} ({len(lines)}):", *(f"#   {line}" for line in lines), sep="\n")
     return 0

@@ -81,7 +81,7 @@ UPLOAD_S = 300.0  # wandb's upload at the end of a run; the rest stays on the di
 INTERPRETER_S = 120.0  # an interpreter's report of its versions, with torch from a cold disk
 NVIDIA_SMI_S = 30.0  # an answer of nvidia-smi, which hangs if the driver is broken
 STORE_S = 60.0  # connection to a key-value store that is known to exist
-NOTICE_S = 5.0  # from a run's failure to the end of a rank that has not seen the failure
+REPORT_GRACE_S = 5.0  # from a run's failure to the end of a rank that has not seen the failure
 LEAVE_S = 45.0  # the same for a rank that is still closing things; more than CLOSE_ENGINES_S
 SAME_SIGNAL_S = 1.0  # between the same signal's arrival at a rank and from its launcher
 SIGNALLED_S = 5.0  # silence after which a peer counts as lost, once this process must end
@@ -89,7 +89,7 @@ STALL_S = 10.0  # gap between two polls of the peers that means the watcher itse
 END_RANK_S = 10.0  # from SIGTERM to SIGKILL of a rank
 STACKS_S = 1.0  # dump of the stacks of a hung process
 EXIT_S = 15.0  # from the end of a command to the end of its process, despite plugins' threads
-SPEAKER_S = 10.0  # the message of the rank that reports to the user, before other ranks leave
+REPORT_S = 10.0  # the message of the rank that reports to the user, before other ranks leave
 
 # --- the run's folder -----------------------------------------------------------------------------
 

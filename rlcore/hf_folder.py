@@ -108,7 +108,7 @@ def header(shard: Bucket) -> bytes:
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorOffset:
     """The file and offset of a tensor in a folder."""
 
     path: Path
@@ -116,7 +116,7 @@ class TensorPlace:
     spec: TensorSpec
 
 
-def find_tensors(folder: Path) -> dict[str, TensorPlace]:
+def find_tensors(folder: Path) -> dict[str, TensorOffset]:
     """Find every tensor of a folder's safetensors files, by name.
 
     Raises:
@@ -139,7 +139,7 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
             entries.pop("__metadata__", None)
             for name, entry in entries.items():
                 spec = TensorSpec(name, tuple(entry["shape"]), types[entry["dtype"]])
-                offsets[name] = TensorPlace(path, 8 + length + entry["data_offsets"][0], spec)
+                offsets[name] = TensorOffset(path, 8 + length + entry["data_offsets"][0], spec)
                 spec.num_bytes  # noqa: B018 - raises where the shape has no numbers
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no safetensors file: its header has {error!r}") from error

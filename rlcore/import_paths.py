@@ -53,7 +53,7 @@ def import_object(path: str) -> Any:
         raise NoSuchName(module, str(error)) from error
 
 
-def place_of(function: Any, error: BaseException | None = None) -> str:
+def location_of(function: Any, error: BaseException | None = None) -> str:
     """Return ` (file:line in name)` of a function, or of its line that raised; "" if unknown."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -81,16 +81,16 @@ def call_method(found: type) -> Callable[..., Any] | None:
     )
 
 
-def place_of_error(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """Return ` (file:line in name)` of the innermost line of user code, or else of any code."""
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    return shown_place(frames)
+    return frame_location(frames)
 
 
-def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
+def frame_location(frames: Sequence[tuple[str, int, str]]) -> str:
     """Format the innermost frame of the user's code, or else the innermost of all frames."""
     own = [frame for frame in frames if not frame[0].startswith(_NOT_USER_CODE)]
     if not (own or frames):

@@ -21,7 +21,7 @@ from rlcore.planning.publication import BLOCK, scale_shape
 from rlcore.weights import Bucket, TensorSpec
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # largest float8_e4m3fn
+MAX_FP8 = 448.0  # largest float8_e4m3fn
 SCALE = "_scale_inv"
 # The entry of a model's `config.json` that declares this format.
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
@@ -103,7 +103,7 @@ def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:
         largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3))).float()
         # Divide by a tensor: for a Python number CUDA multiplies by the reciprocal, which rounds
         # differently.
-        largest = largest.clamp(min=_SMALLEST) / largest.new_full((), LARGEST)
+        largest = largest.clamp(min=_SMALLEST) / largest.new_full((), MAX_FP8)
         scale[first : first + high] = largest
         # The quotient is fp32 for every weight type. It exceeds 448 by at most a rounding error, so
         # no element becomes NaN.

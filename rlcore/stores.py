@@ -172,7 +172,7 @@ _FEW_REQUESTS = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_
 
 
 @contextmanager
-def meeting_briefly() -> Iterator[None]:
+def few_store_requests() -> Iterator[None]:
     """Let the ranks of new gloo groups find each other with few requests to their store.
 
     All ranks of a group must create it inside this context. Other groups are unchanged: an engine

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from rlcore.config.path_keys import path_problem
+from rlcore.config.path_keys import path_error
 from rlcore.config.sections.base import CERTIFICATE
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
@@ -116,5 +116,5 @@ def refused_certificate(
 
 
 def _check_file(path: str, where: str) -> None:
-    if error := path_problem(path, CERTIFICATE):
+    if error := path_error(path, CERTIFICATE):
         raise ConfigError(f"{where}: {error}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlcore.errors import ConfigError, RolloutFailed
-from rlcore.import_paths import NoSuchName, import_object, place_of_error, shown_place
+from rlcore.import_paths import NoSuchName, error_location, frame_location, import_object
 
 
 def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
@@ -52,14 +52,14 @@ def failure_of(error: BaseException) -> RolloutFailed:
         kind = "exit"
     elif isinstance(error, TimeoutError | asyncio.TimeoutError):
         kind = "timeout"
-    return RolloutFailed(kind, f"{type(error).__name__}: {error}", place_of_error(error))
+    return RolloutFailed(kind, f"{type(error).__name__}: {error}", error_location(error))
 
 
-def place_of_task(task: asyncio.Task[Any]) -> str:
+def task_location(task: asyncio.Task[Any]) -> str:
     """` (file:line in name)` of the user's line at which a task waits; empty where unknown."""
     frames = []
     waits: Any = task.get_coro()
     while (frame := getattr(waits, "cr_frame", None)) is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         waits = waits.cr_await
-    return shown_place(frames)
+    return frame_location(frames)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlcore.config import Config
-from rlcore.config.derived import engine_place_s, longest_request_s, total_steps
+from rlcore.config.derived import max_request_s, placement_timeout_s, total_steps
 from rlcore.config.evaluation_sets import EvaluationSet
 from rlcore.data.batch import StepRollouts
 from rlcore.data.loading import load_prompts, prompt_stream
@@ -96,7 +96,7 @@ class RolloutService:
         self.fleet = Fleet(
             engines,
             engine,
-            place_s=engine_place_s(config),
+            placement_timeout_s=placement_timeout_s(config),
             listed=None if engine.urls_file is None else EngineList(config),
             check=self._check_length,
         )
@@ -111,7 +111,7 @@ class RolloutService:
         self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
         self._dispatcher = Dispatcher(
-            self.fleet, engine, vocab_size=vocab_size, limit_s=longest_request_s(config)
+            self.fleet, engine, vocab_size=vocab_size, limit_s=max_request_s(config)
         )
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
@@ -126,7 +126,7 @@ class RolloutService:
             self._filters,
             self._versions,
             steps=total_steps(config, len(self.prompts)),
-            busy_seconds=lambda: self._dispatcher.busy_s,
+            busy_seconds=lambda: self._dispatcher.busy_seconds,
         )
         self.fleet.router.on_room = self._collector.wake
         # the state after the newest step that the trainer has
@@ -155,7 +155,7 @@ class RolloutService:
         if directory.logs.is_dir():
             shown = keep_shown(self.fleet.members, directory.engines_path)
             self._showing = asyncio.run_coroutine_threadsafe(shown, self.loop)
-        limit = self.fleet.comeback_s + REWARD_START_S + AUDIT_S
+        limit = self.fleet.restart_timeout_s + REWARD_START_S + AUDIT_S
         rewards = self._scorer.start() if again else self._audit.start(self._scorer)
         starting = gather_or_cancel(rewards, self._evaluator.start(), self.fleet.start(again=again))
         try:
@@ -211,7 +211,7 @@ class RolloutService:
         )
         if found is None:
             return None
-        self._queue.stream.check_told()
+        self._queue.stream.check_results()
         done, seconds = found
         self._snapshot = done.snapshot
         metrics = {

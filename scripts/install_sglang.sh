@@ -31,7 +31,7 @@ install_locked "$venv" "$lock" base
 if [ $kind = cpu ]; then
     export SGLANG_USE_CPU_ENGINE=1
     PYTHONPATH=rollout/engines/sglang/cpu compile_imports "$venv" \
-        "import stand_ins; stand_ins.install(); import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
+        "import stubs; stubs.install(); import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
 fi
 found=$("$venv/bin/python" -W ignore rollout/engines/sglang/entry.py --version < /dev/null) ||
     fail "sglang cannot be imported in $venv, see above; where pip failed too, run this script again"

@@ -76,7 +76,7 @@ MUTANTS = [
     ("tokens of a rollout uncounted", S + "conversation.py", "shared.made += len(completion.tokens)", "pass", CONVERSATION + "::test_budgets"),
     ("the past of a request unchecked", S + "conversation.py", "if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():", "if False:", CONVERSATION + "::test_a_request_begins_with_what_was_sent_and_answered"),
     ("a fork hears what is said later", S + "conversation.py", "branch._messages = list(self._messages)", "pass", CONVERSATION + "::test_a_fork_stays_where_it_began"),
-    ("untrained tokens over the rollouts that have some", A + "metrics.py", "len(rows) if name.startswith(UNTRAINED) else len(values)",
+    ("untrained tokens over the rollouts that have some", A + "metrics.py", "len(rows) if name.startswith(DROPPED) else len(values)",
      "len(values)", "test_metrics.py"),
     # the guard
     ("KL scaled in place", A + "reward_shaping.py", 'require(inputs.kl, "kl"), -kl_coef)',

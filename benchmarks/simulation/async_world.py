@@ -53,7 +53,7 @@ class Outcome:
     seconds: float = 0.0
     generated_s: float = 0.0  # slot-seconds of what was trained on
     trained_s: float = 0.0
-    busy_s: float = 0.0  # slot-seconds in which a slot worked, on whatever
+    busy_seconds: float = 0.0  # slot-seconds in which a slot worked, on whatever
     staleness: list[int] = field(default_factory=list)  # of each group, when it was trained on
     expired: int = 0  # groups
 
@@ -127,7 +127,7 @@ class Simulation:
                 happen(engine, response)
 
     def _go_to(self, now: float) -> None:
-        self.outcome.busy_s += self.num_running * (now - self.now)
+        self.outcome.busy_seconds += self.num_running * (now - self.now)
         self.now = now
 
     # --- what happens -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from rlcore.algorithms.errors import (
 )
 from rlcore.algorithms.ragged import without_gradient
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs
-from rlcore.import_paths import place_of
+from rlcore.import_paths import location_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ class Guarded:
                 raise
             raise UndeclaredInputError(
                 f"{self.kind} {self.name!r} raised {type(error).__name__}: {error}"
-                f"{place_of(called, error)}; these fields of its inputs are None: {absent}."
+                f"{location_of(called, error)}; these fields of its inputs are None: {absent}."
                 ' Declare what it reads, as in needs = {"values"}'
             ) from error
 

@@ -335,7 +335,7 @@ def _check(
 # --- conversations --------------------------------------------------------------------------------
 
 PREFIX = "conversation/"
-UNTRAINED = "untrained_"  # prefix of the counts of untrained tokens; their reason follows it
+DROPPED = "untrained_"  # prefix of the counts of untrained tokens; their reason follows it
 
 CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
     ("turns", "turns of the model", "rollouts", "turns"),
@@ -344,7 +344,7 @@ CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
     ("tool_errors", "calls that were answered with an error", "rollouts", "calls"),
     ("generated_tokens", "tokens that the model wrote", "rollouts", "tokens"),
     ("trained_tokens", "of these, tokens that are trainable in a sample", "rollouts", "tokens"),
-    (UNTRAINED + "<reason>", "of these, tokens that are trainable in none, for this reason",
+    (DROPPED + "<reason>", "of these, tokens that are trainable in none, for this reason",
      "rollouts", "tokens"),
     ("merge_ratio", "trained_tokens / generated_tokens", "generated tokens", "share"),
     ("context_tokens", "tokens of prompts, results of tools and other messages", "rollouts",
@@ -369,7 +369,7 @@ def conversation_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, f
     found: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row}):
         values = [row[name] for row in rows if name in row]
-        count = len(rows) if name.startswith(UNTRAINED) else len(values)
+        count = len(rows) if name.startswith(DROPPED) else len(values)
         found[PREFIX + name] = math.fsum(values) / count
     generated = math.fsum(row.get("generated_tokens", 0.0) for row in rows)
     if generated:

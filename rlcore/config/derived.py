@@ -182,17 +182,17 @@ def hosted_engines(config: Config) -> int:
     return engine.count
 
 
-def engine_place_s(config: Config) -> float:
+def placement_timeout_s(config: Config) -> float:
     """Return the seconds that an engine may wait for Ray's placement before its start."""
     return config.cluster.start_timeout_s if config.cluster.launcher == "ray" else 0.0
 
 
-def comeback_s(engine: EngineConfig, place_s: float) -> float:
+def restart_timeout_s(engine: EngineConfig, placement_timeout_s: float) -> float:
     """Return the longest restart of a failed engine in seconds: pause, placement, start."""
-    return engine.restart.max_backoff_s + place_s + engine.start_timeout_s
+    return engine.restart.max_backoff_s + placement_timeout_s + engine.start_timeout_s
 
 
-def longest_request_s(config: Config) -> float:
+def max_request_s(config: Config) -> float:
     """Return the seconds after which a request is aborted; pauses of its engine do not count."""
     if (given := config.rollout.engine.request_timeout_s) is not None:
         return given
@@ -208,8 +208,8 @@ def all_engines_timeout_s(config: Config) -> float:
     """
     engine = config.rollout.engine
     return (
-        comeback_s(engine, engine_place_s(config))
-        + longest_request_s(config)
+        restart_timeout_s(engine, placement_timeout_s(config))
+        + max_request_s(config)
         + engine.update_timeout_s * 6
     )
 
@@ -222,13 +222,13 @@ def publication_call_s(config: Config) -> float:
     engine = config.rollout.engine
     longest = max(
         engine.update_timeout_s,
-        longest_request_s(config) + ABORT_S,
-        comeback_s(engine, engine_place_s(config)),
+        max_request_s(config) + ABORT_S,
+        restart_timeout_s(engine, placement_timeout_s(config)),
     )
     return 6 * (longest + TRANSPORT_GRACE_S)
 
 
-def gpus_of_a_node(config: Config) -> float:
+def gpus_per_node(config: Config) -> float:
     """Return the number of GPUs that the ranks of a node request from Ray.
 
     Each rank takes whole GPUs, or a share of a single GPU.

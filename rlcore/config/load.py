@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlcore.config.checks.all_checks import check, notes_on
-from rlcore.config.messages import Problem, config_error, invalid_value
+from rlcore.config.checks.all_checks import check, warnings_of
+from rlcore.config.messages import ConfigIssue, config_error, invalid_value
 from rlcore.config.schema import may_be_null, section_at
 from rlcore.config.secrets import MASK, hide_secrets, texts
 from rlcore.config.sections.base import Plugin
@@ -45,7 +45,7 @@ class Loaded:
     # Dotted key of every value -> "file:line" | "override" | "default".
     origins: Mapping[str, str]
     # Warnings to log, one line each: values without effect, or without the expected effect.
-    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def origin(self, path: str) -> str:
         """Return where the value at `path` came from; for a section, its first value."""
@@ -57,18 +57,18 @@ class Loaded:
 
     def to_json(self) -> str:
         """Return the configuration and its origins as text, secrets included."""
-        return json.dumps([self.config.model_dump(), dict(self.origins), self.notes])
+        return json.dumps([self.config.model_dump(), dict(self.origins), self.warnings])
 
     @classmethod
     def from_json(cls, text: str) -> Loaded:
         """Read the text of `to_json`, without repeating the checks."""
-        values, origins, notes = json.loads(text)
+        values, origins, warnings = json.loads(text)
         hide_secrets(values)
-        return cls(Config.model_validate(values), origins, tuple(notes))
+        return cls(Config.model_validate(values), origins, tuple(warnings))
 
     def error(self, path: str, message: str) -> ConfigError:
         """Return a `ConfigError` about `path` that says where its value came from."""
-        return ConfigError(Problem(path, message).at(self.origin(path)))
+        return ConfigError(ConfigIssue(path, message).at(self.origin(path)))
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -103,15 +103,15 @@ def load_config(
         ConfigError: one line per error, with key, origin, the value and what was expected.
     """
     tree: Tree = {}
-    notes: list[Problem] = []
+    warnings: list[ConfigIssue] = []
     for layer in (_tree_of(presets), *map(read_file, files), _tree_of(overrides)):
-        tree = _on_top(tree, layer, notes)
+        tree = _on_top(tree, layer, warnings)
     config = _validate(tree)
     hide_secrets(config.model_dump())
-    if problems := check(config):
-        raise config_error(problems, tree)
-    notes += notes_on(config)
-    return Loaded(config, _origins(config, tree), tuple(str(note) for note in notes))
+    if issues := check(config):
+        raise config_error(issues, tree)
+    warnings += warnings_of(config)
+    return Loaded(config, _origins(config, tree), tuple(str(one) for one in warnings))
 
 
 def refuse_masked(loaded: Loaded) -> None:
@@ -169,7 +169,7 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree, error: ValidationError)
             holder[path[-1]] = setting.text
 
 
-def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -> Tree:
+def _on_top(tree: Tree, layer: Tree, warnings: list[ConfigIssue], path: KeyPath = ()) -> Tree:
     """Put a layer on top of `tree`, by the rules of `load_config`.
 
     A section with nothing after its name (`tracking:`) sets nothing; a `null` resets it.
@@ -182,8 +182,8 @@ def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -
             old = merged.get(key)
             old = old if isinstance(old, dict) else {}
             if section is not None and issubclass(section, Plugin):
-                old = _kept(old, new, section, here, notes)
-            merged[key] = _on_top(old, new, notes, here)
+                old = _kept(old, new, section, here, warnings)
+            merged[key] = _on_top(old, new, warnings, here)
         elif new.value is not None or section is None or may_be_null(here):
             merged[key] = new
         elif new.text:
@@ -191,7 +191,9 @@ def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -
     return merged
 
 
-def _kept(old: Tree, new: Tree, section: type[Plugin], path: KeyPath, notes: list[Problem]) -> Tree:
+def _kept(
+    old: Tree, new: Tree, section: type[Plugin], path: KeyPath, warnings: list[ConfigIssue]
+) -> Tree:
     """Drop the keywords of a plugin that a later layer replaces by another."""
     names = [tree.get("name") for tree in (old, new)]
     values = [name.value for name in names if isinstance(name, Setting)]
@@ -200,7 +202,7 @@ def _kept(old: Tree, new: Tree, section: type[Plugin], path: KeyPath, notes: lis
     own = section.model_fields.keys() - section.keywords
     if dropped := [name for name in old if name not in own]:
         message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
-        notes.append(Problem(".".join(path), message))
+        warnings.append(ConfigIssue(".".join(path), message))
     return {name: node for name, node in old.items() if name in own}
 
 

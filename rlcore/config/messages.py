@@ -40,7 +40,7 @@ EXPECTED = {
 }
 
 
-class Problem(NamedTuple):
+class ConfigIssue(NamedTuple):
     """An error or a warning about the key `path`, dotted."""
 
     path: str
@@ -54,26 +54,26 @@ class Problem(NamedTuple):
         return str(self) if where == DEFAULT else f"{self.path} ({where}): {self.message}"
 
 
-def config_error(problems: Iterable[Problem], tree: Tree) -> ConfigError:
-    """Join problems into one error with a line for each, which has the origin of its key."""
-    return ConfigError("\n".join(p.at(origin(tree, tuple(p.path.split(".")))) for p in problems))
+def config_error(issues: Iterable[ConfigIssue], tree: Tree) -> ConfigError:
+    """Join issues into one error with a line for each, which has the origin of its key."""
+    return ConfigError("\n".join(p.at(origin(tree, tuple(p.path.split(".")))) for p in issues))
 
 
-def invalid_value(details: ErrorDetails, tree: Tree) -> Problem:
+def invalid_value(details: ErrorDetails, tree: Tree) -> ConfigIssue:
     """Convert one of pydantic's errors."""
     path = tuple(str(key) for key in details["loc"])
     dotted = ".".join(path)
     if details["type"] == "extra_forbidden":
-        return Problem(dotted, unknown_key(path, details["input"]))
+        return ConfigIssue(dotted, unknown_key(path, details["input"]))
     expected = expected_by(details)
     if details["type"] == "missing":
-        return Problem(dotted, f"missing: give it in a file or as {dotted}=VALUE")
+        return ConfigIssue(dotted, f"missing: give it in a file or as {dotted}=VALUE")
     if isinstance(find(tree, path), dict) and details["type"] == "value_error":
-        return Problem(dotted, expected)
+        return ConfigIssue(dotted, expected)
     if details["type"] == "string_type" and isinstance(details["input"], bool):
         expected += " (put it in quotes)"
     given = MASK if path and is_secret(path) else mask_text(show(details["input"]))
-    return Problem(dotted, f"got {given}, expected {expected}")
+    return ConfigIssue(dotted, f"got {given}, expected {expected}")
 
 
 def expected_by(details: ErrorDetails) -> str:

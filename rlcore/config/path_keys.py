@@ -46,17 +46,17 @@ def check_paths(config: Config, *, unread: tuple[str, ...] = ()) -> None:
     Raises:
         ConfigError: one line for each wrong path, starting with its key.
     """
-    problems = [
+    issues = [
         f"{key}: {problem}"
         for key, leads_to, path in given_paths(config)
         if leads_to.kind != "rows" and key.partition(".")[0] not in unread
-        and (problem := path_problem(path, leads_to))
+        and (problem := path_error(path, leads_to))
     ]  # fmt: skip
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if issues:
+        raise ConfigError("\n".join(issues))
 
 
-def path_problem(given: str, leads_to: LeadsTo) -> str | None:
+def path_error(given: str, leads_to: LeadsTo) -> str | None:
     """Explain why a path does not lead to `leads_to`; None if it does, or may."""
     path = Path(given)
     kind = leads_to.kind

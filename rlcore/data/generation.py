@@ -82,7 +82,7 @@ class GenerateRequest:
         """Return the tokens that response number `place` of the n has so far, [p]."""
         return self.prefixes[place].tokens if self.prefixes else np.zeros(0, dtype=np.int32)
 
-    def going_on(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
+    def continued(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
         """Return the request that continues some of the responses."""
         return replace(
             self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes)

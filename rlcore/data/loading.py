@@ -95,7 +95,7 @@ def check_context(config: Config) -> None:
             length_limits(config, limit or longest)
 
 
-def prompt_notes(config: Config, prompts: int) -> list[str]:
+def prompt_warnings(config: Config, prompts: int) -> list[str]:
     """Return a warning if a step draws more prompts, or labelled rows, than exist."""
     key, drawn, what = (
         ("training.batch_size", config.training.batch_size, "rows")

@@ -324,7 +324,7 @@ class PromptStream:
     def finished(self, draw: int, outcome: Outcome | None) -> None:
         """Receive the result of a draw's group."""
 
-    def settled(self, draw: int) -> None:
+    def finish(self, draw: int) -> None:
         """Learn that a draw was consumed or dropped; it will not come again."""
 
     def failed(self, draw: int) -> None:
@@ -333,7 +333,7 @@ class PromptStream:
     def handed_over(self) -> None:
         """Learn that a step has its batch."""
 
-    def check_told(self) -> None:
+    def check_results(self) -> None:
         """Raise RunFailed if the order depends on results and none has a known result."""
 
     def metrics(self) -> dict[str, float]:

@@ -22,14 +22,14 @@ from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
 from rlcore.config.derived import (
     all_engines_timeout_s,
-    comeback_s,
-    engine_place_s,
     generates,
+    placement_timeout_s,
     publication_call_s,
     recorded_fields,
+    restart_timeout_s,
 )
 from rlcore.config.load import Loaded
-from rlcore.data.loading import prompt_notes
+from rlcore.data.loading import prompt_warnings
 from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RankAddress, RolloutSource
@@ -162,8 +162,8 @@ def open_handles(
 def start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
     """Let rank 0 start the engines. Collective."""
     # A large model takes long to load.
-    limit_s = config.cluster.start_timeout_s + comeback_s(
-        config.rollout.engine, engine_place_s(config)
+    limit_s = config.cluster.start_timeout_s + restart_timeout_s(
+        config.rollout.engine, placement_timeout_s(config)
     )
     with START.phase("engines"):
         process.sync.run_on_rank0(
@@ -274,7 +274,7 @@ def build_rank0(
         origins=loaded.origins,
         utilization=build_utilization(config, process, credit),
     )
-    for note in (*loaded.notes, *prompt_notes(config, handles.num_prompts)):
+    for note in (*loaded.warnings, *prompt_warnings(config, handles.num_prompts)):
         tracker.note(note)
     if rank0.early_stopping is not None:
         tracker.note(rank0.early_stopping.armed)

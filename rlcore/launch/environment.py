@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlcore.deadlines import SPEAKER_S
+from rlcore.deadlines import REPORT_S
 from rlcore.errors import RunFailed
 
 THREADS = "OMP_NUM_THREADS"
@@ -81,7 +81,7 @@ def wait_for_reporter() -> None:
     torchrun ends all ranks as soon as one has exited with an error.
     """
     if started_by_torchrun():
-        time.sleep(SPEAKER_S)
+        time.sleep(REPORT_S)
 
 
 def store_prefix(attempt: int = 0) -> str:

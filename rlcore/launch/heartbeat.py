@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from rlcore.config.sections.training import ClusterConfig, RunConfig
-from rlcore.deadlines import LEAVE_S, NOTICE_S, SIGNALLED_S, STALL_S
+from rlcore.deadlines import LEAVE_S, REPORT_GRACE_S, SIGNALLED_S, STALL_S
 from rlcore.errors import RunFailed
 from rlcore.launch.environment import here_key, orphaned
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
@@ -140,7 +140,7 @@ class Heartbeat:
     def stop(self, *, clean: bool) -> None:
         """Stop beating; `clean` marks the silence as intended."""
         self._stopped.set()
-        self._thread.join(NOTICE_S)
+        self._thread.join(REPORT_GRACE_S)
         if clean:
             try:
                 self._sync.store.set(beat_key(self._sync.rank), _LEFT)
@@ -158,7 +158,7 @@ class Heartbeat:
                 noticed = 0.0
             else:
                 noticed = noticed or time.monotonic()
-                limit_s = LEAVE_S if self.cleaning_up else NOTICE_S
+                limit_s = LEAVE_S if self.cleaning_up else REPORT_GRACE_S
                 if time.monotonic() - noticed > limit_s:
                     self._end(failure)
             number += 1

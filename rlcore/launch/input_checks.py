@@ -30,7 +30,7 @@ from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.plugins import check_keywords, import_plugin
 from rlcore.config import Config
 from rlcore.config.checks.algorithm import coefficient_ignored, sum_ignored
-from rlcore.config.checks.engine import fits_kind, kind_notes
+from rlcore.config.checks.engine import fits_kind, kind_warnings
 from rlcore.config.checks.training import one_sample
 from rlcore.config.derived import (
     COEFFICIENTS,
@@ -44,7 +44,7 @@ from rlcore.config.derived import (
 from rlcore.config.engine_registry import EngineKind, is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
-from rlcore.config.messages import Problem
+from rlcore.config.messages import ConfigIssue
 from rlcore.config.path_keys import check_paths
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.policy import CriticConfig, TeacherConfig
@@ -148,9 +148,9 @@ def check_plugins(loaded: Loaded) -> list[str]:
     config = loaded.config
     if config.cluster.tls is not None:
         check_files(config.cluster.tls)
-    notes: list[Problem] = []
+    warnings: list[ConfigIssue] = []
     loss = config.algorithm.loss
-    problems, _ = _build(
+    issues, _ = _build(
         "algorithm.loss",
         loss,
         policy_loss_keywords,
@@ -159,21 +159,19 @@ def check_plugins(loaded: Loaded) -> list[str]:
         ),
     )
     if not config.is_sft:
-        problems += _function_problems(config)
-        problems += _estimator_problems(config, notes)
-        problems += _engine_problems(config, notes)
+        issues += _function_issues(config)
+        issues += _estimator_issues(config, warnings)
+        issues += _engine_issues(config, warnings)
         if (curriculum := config.data.curriculum) is not None:
-            problems += _build(
+            issues += _build(
                 "data.curriculum",
                 curriculum,
                 curriculum_keywords,
                 lambda _: build_curriculum(curriculum.name, **curriculum.options),
             )[0]
-    if problems:
-        raise ConfigError(
-            "\n".join(problem.at(loaded.origin(problem.path)) for problem in problems)
-        )
-    return [str(note) for note in notes]
+    if issues:
+        raise ConfigError("\n".join(issue.at(loaded.origin(issue.path)) for issue in issues))
+    return [str(one) for one in warnings]
 
 
 Keywords = Mapping[str, Keyword]
@@ -184,8 +182,8 @@ def _build(
     section: Plugin,
     keywords_of: Callable[[str], Keywords],
     build: Callable[[Keywords], object],
-    misfits: Callable[[Keywords], list[Problem]] = lambda _: [],
-) -> tuple[list[Problem], Any]:
+    misfits: Callable[[Keywords], list[ConfigIssue]] = lambda _: [],
+) -> tuple[list[ConfigIssue], Any]:
     """Return the errors of a plugin's name, keywords and values, or what `build` makes of them.
 
     Args:
@@ -194,22 +192,22 @@ def _build(
     try:
         keywords = keywords_of(section.name)
     except (AlgorithmError, ImportError) as error:
-        return [Problem(f"{path}.name", str(error))], None
-    problems: list[Problem] = []
+        return [ConfigIssue(f"{path}.name", str(error))], None
+    issues: list[ConfigIssue] = []
     for name, value in section.options.items():
         try:
             if name not in keywords:
                 raise KeywordError(_unknown_keyword(path, name, section, keywords))
             check_keywords(repr(section.name), {name: keywords[name]}, {name: value})
         except KeywordError as error:
-            problems.append(Problem(f"{path}.{name}", str(error)))
-    if problems := problems + misfits(keywords):
-        return problems, None
+            issues.append(ConfigIssue(f"{path}.{name}", str(error)))
+    if issues := issues + misfits(keywords):
+        return issues, None
     try:
         return [], build(keywords)
     except (ValueError, TypeError) as error:
         # The constructor may reject its values, too.
-        return [Problem(path, str(error))], None
+        return [ConfigIssue(path, str(error))], None
 
 
 def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Keywords) -> str:
@@ -222,10 +220,10 @@ def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Keywords) 
     return f"unknown keyword{hint} ({section.name!r} takes {takes})"
 
 
-def _estimator_problems(config: Config, notes: list[Problem]) -> list[Problem]:
+def _estimator_issues(config: Config, warnings: list[ConfigIssue]) -> list[ConfigIssue]:
     section = config.algorithm.estimator
 
-    def misfits(keywords: Keywords) -> list[Problem]:
+    def misfits(keywords: Keywords) -> list[ConfigIssue]:
         given = [name for name, value in coefficients(config).items() if value]
         found = [coefficient_ignored(config, name) for name in given if name not in keywords]
         if config.rollout.samples_per_prompt == 1 and estimator_plugin(section.name).compares_group:
@@ -238,17 +236,19 @@ def _estimator_problems(config: Config, notes: list[Problem]) -> list[Problem]:
         estimator.check_available(set(ESTIMATOR_OPTIONAL) - lacking)
         return estimator
 
-    problems, estimator = _build("algorithm.estimator", section, estimator_keywords, build, misfits)
-    if problems:
-        return problems
+    issues, estimator = _build("algorithm.estimator", section, estimator_keywords, build, misfits)
+    if issues:
+        return issues
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
-        notes.append(Problem("critic", f"is ignored: estimator {section.name!r} needs no values"))
+        warnings.append(
+            ConfigIssue("critic", f"is ignored: estimator {section.name!r} needs no values")
+        )
     if config.teacher != TeacherConfig() and not needs_teacher(config, estimator.needs):
-        notes.append(Problem("teacher", "is ignored: algorithm.distillation.coef is 0"))
+        warnings.append(ConfigIssue("teacher", "is ignored: algorithm.distillation.coef is 0"))
     return list(sum_ignored(config)) if "reward_parts" in estimator.needs else []
 
 
-def _engine_problems(config: Config, notes: list[Problem]) -> list[Problem]:
+def _engine_issues(config: Config, warnings: list[ConfigIssue]) -> list[ConfigIssue]:
     """Return the errors of a plugin engine and of its settings."""
     path = "rollout.engine.kind"
     name = config.rollout.engine.kind
@@ -257,19 +257,19 @@ def _engine_problems(config: Config, notes: list[Problem]) -> list[Problem]:
     try:
         factory = import_plugin(name, "engine")
     except (AlgorithmError, ImportError) as error:
-        return [Problem(path, str(error))]
+        return [ConfigIssue(path, str(error))]
     kind = getattr(factory, "kind", None)
     if not isinstance(kind, EngineKind) or not callable(getattr(factory, "build", None)):
         message = (
             f"{name} is {factory!r}, expected a class with `kind`, an EngineKind, and the class"
             " method `build(site)`: see docs/engines.md"
         )
-        return [Problem(path, message)]
-    notes += kind_notes(config, kind)
+        return [ConfigIssue(path, message)]
+    warnings += kind_warnings(config, kind)
     return [*fits_kind(config, kind), *getattr(factory, "check", lambda _: ())(config)]
 
 
-def _function_problems(config: Config) -> Iterator[Problem]:
+def _function_issues(config: Config) -> Iterator[ConfigIssue]:
     """Yield the errors of reward functions, workflows, environments and filters."""
     sets = evaluation_sets(config)
     own = config.rollout.workflow
@@ -277,46 +277,46 @@ def _function_problems(config: Config) -> Iterator[Problem]:
         try:
             check_options(own.name, own.options)
         except ConfigError as error:
-            # The message begins with the key, as `Problem` wants it.
+            # The message begins with the key, as `ConfigIssue` wants it.
             path, _, message = str(error).partition(": ")
-            yield Problem(path, message)
+            yield ConfigIssue(path, message)
     rewards = {"reward": config.reward}
     rewards |= {f"{one.key}.reward": one.reward for one in sets if one.reward}
     for key, reward in rewards.items():
         for name, part in reward.parts.items():
             if part.function is not None and ":" in part.function:
                 reason_of = partial(signature_problem, args=part.args)
-                yield from _call_problems(f"{key}.parts.{name}.function", part.function, reason_of)
+                yield from _call_issues(f"{key}.parts.{name}.function", part.function, reason_of)
     workflows = {"rollout.workflow": own}
     workflows |= {f"{one.key}.workflow": one.workflow for one in sets if one.workflow}
     for path, workflow in workflows.items():
         reason_of = partial(_workflow_reason, options=workflow.options)
-        yield from _call_problems(path, workflow.name, reason_of, WORKFLOWS)
+        yield from _call_issues(path, workflow.name, reason_of, WORKFLOWS)
     for index, name in enumerate(config.rollout.filters):
         path = f"rollout.filters.{index}"
-        yield from _call_problems(path, name, partial(_refused, shown="group"), FILTERS)
+        yield from _call_issues(path, name, partial(_refused, shown="group"), FILTERS)
 
 
-def _call_problems(
+def _call_issues(
     path: str,
     name: str,
     reason_of: Callable[[Callable[..., Any]], str | None],
     known: Iterable[str] = (),
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """Yield why the function that `name` names is unknown, or cannot be called as it will be."""
     if ":" not in name:
         if name not in known:
-            yield Problem(path, unknown(name, known))
+            yield ConfigIssue(path, unknown(name, known))
         return
     try:
         found = import_plugin(name, "function")
     except (AlgorithmError, ImportError) as error:
-        yield Problem(path, str(error))
+        yield ConfigIssue(path, str(error))
         return
     if not callable(found):
-        yield Problem(path, f"{name} is {found!r}, expected a callable")
+        yield ConfigIssue(path, f"{name} is {found!r}, expected a callable")
     elif reason := reason_of(found):
-        yield Problem(path, f"{name!r} {reason}")
+        yield ConfigIssue(path, f"{name!r} {reason}")
 
 
 def _workflow_reason(found: Callable[..., Any], options: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from rlcore.config import Config
 from rlcore.config.load import Loaded
 from rlcore.config.secrets import mask_arguments
-from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
+from rlcore.deadlines import END_RANK_S, LEAVE_S, REPORT_GRACE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
 from rlcore.launch.environment import (
     INTERFACE,
@@ -122,7 +122,7 @@ class _LocalRanks:
         A hanging rank writes its stacks and is killed.
         """
         culprit = self.workers[failure.rank]
-        deadline = time.monotonic() + NOTICE_S + LEAVE_S
+        deadline = time.monotonic() + REPORT_GRACE_S + LEAVE_S
         while time.monotonic() < deadline and any(worker.poll() is None for worker in self.workers):
             silent_s = self._monitor.silence().get(failure.rank, 0.0)
             if culprit.poll() is None and silent_s > self.config.cluster.heartbeat_timeout_s:

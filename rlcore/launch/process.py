@@ -42,7 +42,7 @@ from rlcore.launch.logs import ProcessLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
-from rlcore.stores import FolderStore, Store, keys_under, meeting_briefly
+from rlcore.stores import FolderStore, Store, few_store_requests, keys_under
 from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
 from rollout.weight_sync.process_group import SHARED_GPU, SHARED_SINCE, ranks_share_gpus
@@ -299,7 +299,7 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
             # A request of gloo for many keys waits for the store's timeout.
             store.set_timeout(timeout)
             groups = dist.PrefixStore(prefix, store)
-        with meeting_briefly():
+        with few_store_requests():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=groups,

@@ -13,7 +13,7 @@ import orjson
 
 from rlcore.config import Config
 from rlcore.config.load import Loaded, load_config
-from rlcore.config.path_keys import path_problem, split_reference
+from rlcore.config.path_keys import path_error, split_reference
 from rlcore.config.sections.base import CHECKPOINT
 from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import (
@@ -214,7 +214,7 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
         return found.model
     if (path / "model").is_dir():
         return path / "model"
-    if problem := path_problem(str(path), CHECKPOINT):
+    if problem := path_error(str(path), CHECKPOINT):
         raise UserError(f"{key}: {problem}")
     return path
 

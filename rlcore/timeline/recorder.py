@@ -7,7 +7,7 @@ until `flush` at the end of a step; files.py has their format.
         ...
 
 A track is a pair: a group (a rank, an engine, the reward workers) and a lane in it. Spans of a lane
-nest; spans that may overlap, such as requests, get separate lanes from `Lanes`.
+nest; spans that may overlap, such as requests, get separate lanes from `TrackAllocator`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Span:
         self._recorder.add(self._track, self._name, self._began, now(), **self._args)
 
 
-class Lanes:
+class TrackAllocator:
     """Assigns lanes of a group to spans, so that overlapping spans get different lanes.
 
     Only for the tasks of one event loop.

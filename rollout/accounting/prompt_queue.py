@@ -198,7 +198,7 @@ class PromptQueue:
     def drop(self, draw: int, filter_name: str) -> None:
         """Record that a filter refuses the finished group of a draw."""
         self.ledger.drop(draw, filter_name)
-        self.stream.settled(draw)
+        self.stream.finish(draw)
 
     def fail(self, draw: int, kind: str) -> None:
         """Record that the group of a draw in flight is given up for good."""
@@ -219,7 +219,7 @@ class PromptQueue:
         """Make the finished groups of these draws the batch of `step`."""
         for draw in draws:
             self.ledger.consume(draw, step)
-            self.stream.settled(draw)
+            self.stream.finish(draw)
         self.journal.cut(step)
         self.stream.handed_over()
 

@@ -43,9 +43,9 @@ from rlcore.data.generation import (
 from rlcore.data.sample import Sample, SamplingMasks, VersionSpan, join_experts
 from rlcore.deadlines import CANCEL_S, MAX_RETRY_S, RETRY_S
 from rlcore.errors import DataError, RlcoreError, RolloutFailed, UserError
-from rlcore.import_paths import place_of
+from rlcore.import_paths import location_of
 from rollout.failures import Failure
-from rollout.plugins import failure_of, place_of_task
+from rollout.plugins import failure_of, task_location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ class PartialRollouts:
             aborted := [i for i, one in enumerate(found) if one.finish_reason == "abort"]
         ):
             rest = await generate(
-                request.going_on([Prefix(request.samples[i], found[i].tokens) for i in aborted])
+                request.continued([Prefix(request.samples[i], found[i].tokens) for i in aborted])
             )
             for i, part in zip(aborted, rest, strict=True):
                 if len(part.tokens):
@@ -259,7 +259,7 @@ class Attempts:
                 for sample in found if attempt.aborted else ():
                     sample.finish_reason = "abort"
                 return found
-            place = found.place or place_of(of)
+            place = found.place or location_of(of)
             failure = Failure(found.kind, f"workflow {self._name}", where, found.message, place)
             if attempt.aborted:
                 raise Aborted(failure) from found
@@ -282,7 +282,7 @@ class Attempts:
                 raise RolloutFailed(
                     "timeout",
                     f"it took more than {self._timeout_s:g} s (rollout.workflow.timeout_s)",
-                    place_of_task(task),
+                    task_location(task),
                 )
         finally:
             # too late, or the group is given up: end the try

@@ -144,7 +144,7 @@ class Collector:
         there = (
             f"{scheduler.num_finished} groups are finished and {scheduler.num_in_flight} in flight"
         )
-        return f"{there}: {self._runner.dispatcher.fleet.waiting_for() or 'no engine has room'}"
+        return f"{there}: {self._runner.dispatcher.fleet.describe_wait() or 'no engine has room'}"
 
     # --- starting groups --------------------------------------------------------------------------
 

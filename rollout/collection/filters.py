@@ -8,7 +8,7 @@ import numpy as np
 
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.import_paths import place_of
+from rlcore.import_paths import location_of
 from rollout.plugins import load_object
 
 # Reasons under which the service itself drops groups: no step may train on the group any more; a
@@ -82,7 +82,7 @@ class FilterChain:
             except (Exception, SystemExit) as error:
                 raise RunFailed(
                     f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}"
-                    f"{place_of(keeps, error)}"
+                    f"{location_of(keeps, error)}"
                 ) from error
             if not isinstance(verdict, bool | np.bool_):
                 raise RunFailed(

@@ -324,7 +324,7 @@ class GroupRunner:
         parties = {
             "start": workflow,
             "workflow": workflow,
-            "generation": self.dispatcher.fleet.waiting_for() or gate,
+            "generation": self.dispatcher.fleet.describe_wait() or gate,
             "reward": "the reward",
         }
         # by party: the id of the prompt of each draw

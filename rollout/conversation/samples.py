@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.algorithms.metrics import UNTRAINED
+from rlcore.algorithms.metrics import DROPPED
 from rlcore.data.generation import Completion
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import (
@@ -101,7 +101,7 @@ def _counts(tree: Tree, trained: set[Node]) -> dict[str, float]:
     }
     for node in turns:
         if node.dropped:
-            name = UNTRAINED + node.dropped
+            name = DROPPED + node.dropped
             found[name] = found.get(name, 0.0) + len(node.tokens)
     return found
 

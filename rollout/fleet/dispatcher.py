@@ -20,7 +20,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
-from rlcore.timeline.recorder import RECORDER, Lanes, group_key, now
+from rlcore.timeline.recorder import RECORDER, TrackAllocator, group_key, now
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_completion
 from rollout.fleet.fleet import Fleet
@@ -51,7 +51,7 @@ class Dispatcher:
         self.overdue = 0
         self._aborts: set[asyncio.Task[None]] = set()
         # Timeline tracks of each engine.
-        self._slots: dict[str, Lanes] = {}
+        self._slots: dict[str, TrackAllocator] = {}
         # Calls in progress, and busy seconds up to the last idle moment.
         self._calls = 0
         self._busy_since = 0.0
@@ -127,7 +127,7 @@ class Dispatcher:
         """Make a call and record it in the timeline, in a slot of its engine."""
         requests = lease.requests
         group = f"engine {lease.member.name}"
-        slots = self._slots.setdefault(group, Lanes(group, "slot"))
+        slots = self._slots.setdefault(group, TrackAllocator(group, "slot"))
         slot = slots.take()
         # The times of a lease that is lost before its call begins.
         lease.began = lease.ended = now()
@@ -256,7 +256,7 @@ class Dispatcher:
             logger.warning("engine %s did not abort: %s", engine.name, describe(error))
 
     @property
-    def busy_s(self) -> float:
+    def busy_seconds(self) -> float:
         """Seconds so far in which any engine had work."""
         return self._busy_s + (now() - self._busy_since if self._calls else 0.0)
 

@@ -68,5 +68,5 @@ class FleetMemory:
 
     def _call(self, work: Coroutine[Any, Any, None], what: str) -> None:
         # Every step has its own limit; an engine may also have to restart during the call.
-        seconds = self._fleet.comeback_s + 3 * (self._limit + TRANSPORT_GRACE_S)
+        seconds = self._fleet.restart_timeout_s + 3 * (self._limit + TRANSPORT_GRACE_S)
         self._thread.call(work, seconds=seconds, what=what)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from rlcore.config.derived import comeback_s
+from rlcore.config.derived import restart_timeout_s
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import ABORT_S, KILL_ENGINE_S, TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft, RlcoreError, UserError
@@ -36,7 +36,7 @@ class Fleet:
     """All engines of a run. `router` leases them to callers.
 
     Args:
-        place_s: seconds that an engine may wait for its place before `start_timeout_s` counts.
+        placement_timeout_s: how long an engine may wait for its place before its start counts.
         listed: the list of engines, if it may change.
         check: raises UserError for a started engine that does not suit the run.
     """
@@ -46,16 +46,16 @@ class Fleet:
         engines: Sequence[RolloutEngine],
         config: EngineConfig,
         *,
-        place_s: float = 0.0,
+        placement_timeout_s: float = 0.0,
         listed: EngineList | None = None,
         check: Callable[[RolloutEngine], None] = lambda engine: None,
     ) -> None:
         self.members = [Member(engine, Health(config.restart)) for engine in engines]
         self._config = config
-        self._place_s = place_s
+        self._placement_timeout_s = placement_timeout_s
         self._listed = listed
         self._check = check
-        self.comeback_s = comeback_s(config, place_s)
+        self.restart_timeout_s = restart_timeout_s(config, placement_timeout_s)
         self.router = Router(self.members, self._no_engine_error)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -161,7 +161,7 @@ class Fleet:
         """
         if self._listed is not None:
             await self._follow(self._listed)
-        deadline = time.monotonic() + self.comeback_s
+        deadline = time.monotonic() + self.restart_timeout_s
         while not (running := self.in_state(*RUNNING)):
             if (error := self._no_engine_error()) is not None:
                 raise error
@@ -171,11 +171,10 @@ class Fleet:
                     f" {self._ends()}"
                 )
             if not await self._change(deadline - time.monotonic()):
-                cluster_key = "cluster.start_timeout_s, " if self._place_s else ""
+                cluster_key = "cluster.start_timeout_s, " if self._placement_timeout_s else ""
                 keys = f"{cluster_key}rollout.engine.start_timeout_s"
-                raise NoEngineLeft(
-                    f"no engine came back within {self.comeback_s:g} s ({keys}): {self._ends()}"
-                )
+                limit = f"{self.restart_timeout_s:g} s ({keys})"
+                raise NoEngineLeft(f"no engine came back within {limit}: {self._ends()}")
         return running
 
     async def _follow(self, listed: EngineList) -> None:
@@ -275,7 +274,7 @@ class Fleet:
         """Restarts of all engines so far."""
         return self._departed_restarts + sum(member.health.restarts for member in self.members)
 
-    def waiting_for(self) -> str:
+    def describe_wait(self) -> str:
         """Describe pending work as "engine a (3 requests), engine b (1 request)"; "" if none."""
         parts = [
             f"engine {member.name} ({n} request{'s' * (n != 1)})"
@@ -366,7 +365,7 @@ class Fleet:
         engine = member.engine
         member.health.on(Event.START, now=time.monotonic())
         await within(
-            self._place_s + limit + TRANSPORT_GRACE_S,
+            self._placement_timeout_s + limit + TRANSPORT_GRACE_S,
             engine.start(),
             lambda: (
                 f"engine {engine.name} was not ready after {limit:g} s"

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.config import Config
-from rlcore.config.derived import longest_request_s
+from rlcore.config.derived import max_request_s
 from rlcore.deadlines import ABORT_S
 from rlcore.errors import PublicationFailed
 from rlcore.interfaces import Orders, RankAddress, RolloutEngine
@@ -45,7 +45,7 @@ class WeightPublication:
         self._probe = config.rollout.engine.health_timeout_s
         # In drain mode requests in flight end before an engine is paused; the fleet watches them.
         drains = self._mode == "drain"
-        self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
+        self._pause_limit = max_request_s(config) + ABORT_S if drains else self._limit
         self._transport: Transport | None = None
         # Of the current transaction, with its number and the begins of it and its stage.
         self._buckets: Sequence[Bucket] = ()

@@ -30,7 +30,7 @@ from rlcore.boundary.child_environment import allowed_environment
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, REWARD_START_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
-from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
+from rlcore.timeline.recorder import RECORDER, TrackAllocator, now, of_group
 from rollout.asyncio_utils import cancel, has_ended, kill_process, within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked, each
 from rollout.rewards.worker import HEADER, pack
@@ -220,7 +220,7 @@ class RewardPool:
     _idle: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
     _starting: asyncio.Future[None] | None = None
-    _tracks: Lanes = field(default_factory=lambda: Lanes("rewards", "worker"))
+    _tracks: TrackAllocator = field(default_factory=lambda: TrackAllocator("rewards", "worker"))
 
     async def start(self) -> None:
         """Start all workers at once; every part that shares the pool may call this."""

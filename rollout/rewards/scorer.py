@@ -20,7 +20,7 @@ from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError
-from rlcore.timeline.recorder import Lanes, of_group
+from rlcore.timeline.recorder import TrackAllocator, of_group
 from rollout.failures import Failure
 from rollout.rewards.base import (
     LocalPart,
@@ -158,7 +158,7 @@ class Scorer:
             if part.function in GRADERS
         }
         # timeline tracks for parts without workers
-        self._tracks = Lanes("rewards", "call")
+        self._tracks = TrackAllocator("rewards", "call")
         self._causes: Counter[Hashable] = Counter()
 
     def only(self, names: Iterable[str]) -> Scorer:

@@ -35,7 +35,7 @@ from rlcore.boundary.process_tree import adopt_orphans, descendants, die_with_pa
 from rlcore.data.sample import Sample
 from rlcore.deadlines import STRAYS_S
 from rlcore.errors import ConfigError
-from rlcore.import_paths import call_method, place_of
+from rlcore.import_paths import call_method, location_of
 from rollout.plugins import load_object
 from rollout.rewards.base import RewardFailure, Score, checked, failed, readable
 
@@ -148,7 +148,7 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         # the user's constructor may raise anything
         raise ConfigError(
             f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"
-            f"{place_of(found.__init__, error)}"
+            f"{location_of(found.__init__, error)}"
         ) from error
     function: RewardFunction = made
     return function
@@ -172,7 +172,7 @@ def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str
         calls = [(found, (None,), dict(args), shown)]
     for target, positional, keywords, shown in calls:
         if inspect.iscoroutinefunction(target):
-            return f"is `async def`, but a reward function must be synchronous{place_of(target)}"
+            return f"is `async def`, but a reward function must be synchronous{location_of(target)}"
         try:
             signature = inspect.signature(target)
         except (TypeError, ValueError):
@@ -181,7 +181,7 @@ def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str
         try:
             signature.bind(*positional, **keywords)
         except TypeError as error:
-            return f"is called as {shown}, but takes {signature}: {error}{place_of(target)}"
+            return f"is called as {shown}, but takes {signature}: {error}{location_of(target)}"
     return None
 
 
@@ -192,14 +192,14 @@ def call(function: RewardFunction, sample: Sample, memory_gb: float) -> Score:
         score = checked(function(sample))
     except BaseException as error:  # noqa: BLE001 - SystemExit too: one sample's failure
         score = failed(error)
-        place = place_of(function, error)
+        place = location_of(function, error)
     if not isinstance(score, RewardFailure):
         return score
     reason = score.reason
     if reason.startswith("raised MemoryError"):
         gc.collect()
         reason += f" (reward.memory_gb is {memory_gb:g})"
-    return replace(score, reason=reason, place=place_of(function) if place is None else place)
+    return replace(score, reason=reason, place=location_of(function) if place is None else place)
 
 
 def encoded(identity: str, score: Score) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlcore.errors import RunFailed
-from rlcore.hf_folder import TensorPlace, find_tensors
+from rlcore.hf_folder import TensorOffset, find_tensors
 from rlcore.runs.files import write_atomic
 from rlcore.weights import fingerprint
 from rollout.weight_sync.delta_codec import DeltaError, apply
@@ -100,7 +100,7 @@ class Follower:
         self.folder = self._home / "weights"
         self.number: int | None = None
         self._fingerprints: dict[str, str] = {}
-        self._places: dict[str, TensorPlace] = {}
+        self._places: dict[str, TensorOffset] = {}
 
     def newest(self) -> int | None:
         """The number of the newest publication."""
@@ -198,7 +198,7 @@ class Follower:
             if fingerprint(tensor) != manifest.fingerprints[name]:
                 raise Damaged(f"{name} in {self.folder} does not have the published checksum")
 
-    def _map(self, place: TensorPlace) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+    def _map(self, place: TensorOffset) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
         return np.memmap(place.path, np.uint8, "r+", place.offset, (place.spec.num_bytes,))
 
 

@@ -26,7 +26,7 @@ from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.deadlines import END_COMMAND_S, REAP_S
 from rlcore.errors import ConfigError, RolloutFailed
-from rlcore.import_paths import place_of
+from rlcore.import_paths import location_of
 from rollout.asyncio_utils import cancel, in_own_thread
 from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
@@ -180,7 +180,7 @@ def load_program(
         keywords = "".join(f", {name}=" for name in options)
         raise ConfigError(
             f"{KEY}.run: {run} is called as run(task, endpoint{keywords}), but: {error}"
-            f"{place_of(found)}"
+            f"{location_of(found)}"
         ) from error
     name = f"{getattr(found, '__module__', '')}:{getattr(found, '__name__', found)}"
     return name, partial(_call, found, options)

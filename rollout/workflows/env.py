@@ -16,8 +16,8 @@ from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded, RolloutFailed
-from rlcore.import_paths import place_of
-from rlcore.timeline.recorder import Lanes, of_group
+from rlcore.import_paths import location_of
+from rlcore.timeline.recorder import TrackAllocator, of_group
 from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
@@ -73,7 +73,7 @@ class EnvironmentWorkflow:
         self._max_tool_tokens = max_tool_tokens
         self._mcp = McpTools(mcp)
         # tracks of the timeline for concurrent calls
-        self._tracks = Lanes("tools", "call")
+        self._tracks = TrackAllocator("tools", "call")
         self._class, self._tools = load_environment(env, self._options, mcp=bool(self._mcp))
         self._closing: set[asyncio.Task[None]] = set()
         self._unclosed = 0
@@ -100,7 +100,7 @@ class EnvironmentWorkflow:
                 outcome = None
                 if hasattr(environment, "reward"):
                     found = await self._call(environment.reward, conversation)
-                    outcome = checked_outcome(found, "reward()", place_of(environment.reward))
+                    outcome = checked_outcome(found, "reward()", location_of(environment.reward))
                 return conversation.samples(outcome)
             finally:
                 if hasattr(environment, "close"):
@@ -142,7 +142,7 @@ class EnvironmentWorkflow:
                     raise RolloutFailed(
                         "result",
                         f"step() returned {step!r}, expected a Step",
-                        place_of(environment.step),
+                        location_of(environment.step),
                     )
                 if step.reward:
                     conversation.reward(step.reward)
@@ -202,7 +202,7 @@ class EnvironmentWorkflow:
             with self._tracks.span(method.__name__, **of_group()):
                 return await within(limit_s, _run(method, *given, **named), lambda: late)
         except DeadlineExceeded as error:
-            raise RolloutFailed("timeout", str(error), place_of(method)) from error
+            raise RolloutFailed("timeout", str(error), location_of(method)) from error
 
 
 async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:

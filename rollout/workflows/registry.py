@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rlcore.errors import ConfigError
-from rlcore.import_paths import place_of
+from rlcore.import_paths import location_of
 from rlcore.interfaces import Workflow
 from rollout.plugins import load_object
 from rollout.workflows.agent import AgentWorkflow
@@ -49,7 +49,7 @@ def build_workflow(context: WorkflowContext) -> Workflow:
         raise
     except (Exception, SystemExit) as error:
         # the user's constructor may raise anything
-        place = place_of(getattr(found, "__init__", found), error)
+        place = location_of(getattr(found, "__init__", found), error)
         raise ConfigError(
             f"rollout.workflow: {settings.name!r} raised {type(error).__name__}: {error} at its"
             f" construction{place}"

@@ -44,8 +44,8 @@ ENGINE = "engine-3"
 
 def make_request(random: random.Random) -> GenerateRequest:
     """Return a request of one of the kinds that runs make."""
-    kind = random.choice(("plain", "several", "greedy", "mask", "experts", "all", "going_on"))
-    everything = kind in ("all", "going_on")
+    kind = random.choice(("plain", "several", "greedy", "mask", "experts", "all", "continued"))
+    everything = kind in ("all", "continued")
     sampling = SamplingParams(
         max_new_tokens=8,
         temperature=0.0 if kind == "greedy" else 1.0,
@@ -56,8 +56,8 @@ def make_request(random: random.Random) -> GenerateRequest:
     )
     prompt = np.array([random.randrange(3, VOCAB) for _ in range(4)], dtype=np.int32)
     request = GenerateRequest(prompt, sampling, draw=7, n=3 if kind == "several" else 1)
-    if kind == "going_on":
-        return request.going_on([Prefix(0, np.array([9, 9], dtype=np.int32))])
+    if kind == "continued":
+        return request.continued([Prefix(0, np.array([9, 9], dtype=np.int32))])
     return request
 
 

@@ -25,10 +25,10 @@ class MyEngine(EmbeddedEngine):
 
     @classmethod
     def check(cls, config):
-        from rlcore.config.messages import Problem
+        from rlcore.config.messages import ConfigIssue
 
         if "greeting" not in config.rollout.engine.server:
-            yield Problem("rollout.engine.server.greeting", "missing: say hello")
+            yield ConfigIssue("rollout.engine.server.greeting", "missing: say hello")
 
     async def generate(self, requests):
         type(self).calls += len(requests)

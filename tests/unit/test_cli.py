@@ -50,7 +50,7 @@ def test_train_hands_over_the_configuration_and_its_notes(launched, tmp_path):
     (loaded,), how = launched["train"]
     assert how == {"resume": True, "overwrite": False, "arguments": given}
     assert loaded.config.run.seed == 5
-    assert [note.split(":")[0] for note in loaded.notes] == ["training.target_kl", "critic"]
+    assert [note.split(":")[0] for note in loaded.warnings] == ["training.target_kl", "critic"]
 
 
 def test_the_exit_code_is_the_runs_own(launched, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlcore.stores import FolderStore, Store, bound_store, keys_under, meeting_briefly
+from rlcore.stores import FolderStore, Store, bound_store, few_store_requests, keys_under
 
 
 def elsewhere() -> list[str]:
@@ -177,7 +177,7 @@ def meet(world: int, timeout_s: float = 20.0) -> CountingStore:
 
 
 def test_ranks_of_a_group_ask_their_store_in_proportion_to_their_number() -> None:
-    with meeting_briefly():
+    with few_store_requests():
         few, many = meet(4), meet(16)
     assert few.requests == 4 * 2  # an address told, all addresses asked for
     assert many.requests == 16 * 2
@@ -190,11 +190,11 @@ def test_outside_no_group_meets_in_another_way(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", "False")
     monkeypatch.delenv("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", raising=False)
     before = dict(os.environ)
-    with meeting_briefly():
+    with few_store_requests():
         assert os.environ["GLOO_ENABLE_STORE_V2_API"] == "1"
     assert dict(os.environ) == before
 
-    @meeting_briefly()
+    @few_store_requests()
     def fail() -> None:
         raise ValueError("full")
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from backends.megatron.cpu.shim import replaced
 from rlcore.config.sections.policy import ParallelConfig
-from rlcore.stores import meeting_briefly
+from rlcore.stores import few_store_requests
 
 # Our name of a group -> the function of mpu that returns the group, and its arguments.
 _MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
@@ -278,7 +278,7 @@ def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> Process
     group by its ranks: a second group of the same ranks would find the addresses of the first.
     """
     timeout = timedelta(seconds=timeout_s)
-    with meeting_briefly():
+    with few_store_requests():
         return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
 
 

@@ -14,7 +14,7 @@ from rlcore.config.derived import (
     takes_coefficients,
     updates_per_step,
 )
-from rlcore.config.messages import Problem
+from rlcore.config.messages import ConfigIssue
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.root import Config
 
@@ -32,57 +32,59 @@ _TERMS = {
 }
 
 
-def reward_terms(config: Config) -> Iterator[Problem]:
+def reward_terms(config: Config) -> Iterator[ConfigIssue]:
     """No KL, distillation or entropy coefficient is left unused."""
     algorithm = config.algorithm
     for keyword, message in _GIVEN.items():
         if keyword in algorithm.estimator.options:
-            yield Problem(f"algorithm.estimator.{keyword}", message)
+            yield ConfigIssue(f"algorithm.estimator.{keyword}", message)
     if "kl_coef" in algorithm.loss.options:
         message = "set algorithm.kl.loss_coef instead; it is added to every loss"
-        yield Problem("algorithm.loss.kl_coef", message)
+        yield ConfigIssue("algorithm.loss.kl_coef", message)
     if config.is_sft:
         kl = "algorithm.kl.reward_coef", "algorithm.kl.loss_coef"
         for path in (*kl, "algorithm.distillation.coef", "algorithm.entropy_coef"):
             if value := attrgetter(path)(config):
-                yield Problem(path, f"got {value:g}, but the sft loss has no such term: remove it")
+                yield ConfigIssue(
+                    path, f"got {value:g}, but the sft loss has no such term: remove it"
+                )
         return
     if takes_coefficients(config) is False:
         given = [keyword for keyword, value in coefficients(config).items() if value]
         yield from (coefficient_ignored(config, keyword) for keyword in given)
     if algorithm.distillation.coef and config.teacher.path is None:
         message = "missing: algorithm.distillation.coef is not 0, so name the model to learn from"
-        yield Problem("teacher.path", message)
+        yield ConfigIssue("teacher.path", message)
 
 
-def coefficient_ignored(config: Config, keyword: str) -> Problem:
+def coefficient_ignored(config: Config, keyword: str) -> ConfigIssue:
     """Refuse a coefficient of the reward for which the estimator has no keyword."""
     got = f"got {coefficients(config)[keyword]:g}, but"
     name = config.algorithm.estimator.name
     term, instead = _TERMS[keyword]
     message = f"{got} estimator {name!r} takes no {term} into its reward and would ignore it"
-    return Problem(COEFFICIENTS[keyword], f"{message}: {instead}")
+    return ConfigIssue(COEFFICIENTS[keyword], f"{message}: {instead}")
 
 
-def apart(config: Config) -> Iterator[Problem]:
+def apart(config: Config) -> Iterator[ConfigIssue]:
     """No key about the sum of the reward is given to an estimator that reads its parts."""
     declared = ESTIMATORS.get(config.algorithm.estimator.name)
     if declared is not None and "reward_parts" in declared.needs and not config.is_sft:
         yield from sum_ignored(config)
 
 
-def sum_ignored(config: Config) -> Iterator[Problem]:
+def sum_ignored(config: Config) -> Iterator[ConfigIssue]:
     """Refuse keys that change the sum of the reward but none of its parts."""
     reward = config.reward
     name = config.algorithm.estimator.name
     why = f"estimator {name!r} takes the parts of the reward and would ignore it: "
     if reward.non_stop_penalty is not None:
         message = f"replaces the sum, and {why}make it a part of its own, as `overlong` is"
-        yield Problem("reward.non_stop_penalty", message)
+        yield ConfigIssue("reward.non_stop_penalty", message)
     if reward.on_error not in ("drop", 0.0):
         instead = "drop such samples, or set 0: what failed counts for nothing"
         message = f"got {reward.on_error:g}, a value of the sum, and {why}{instead}"
-        yield Problem("reward.on_error", message)
+        yield ConfigIssue("reward.on_error", message)
 
 
 def loss_terms(config: Config) -> Found:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rlcore.config.checks import algorithm, engine, reward, rollout, training
-from rlcore.config.messages import Problem
+from rlcore.config.messages import ConfigIssue
 from rlcore.config.schema import sections
 from rlcore.config.sections.base import Found, Section
 from rlcore.config.sections.root import Config
@@ -40,22 +40,24 @@ NOTES: tuple[Check, ...] = (
 )
 
 
-def check(config: Config) -> list[Problem]:
+def check(config: Config) -> list[ConfigIssue]:
     """Return all errors of `config`, inside sections and across them."""
-    across = (Problem(*found) for one in CHECKS for found in one(config))
+    across = (ConfigIssue(*found) for one in CHECKS for found in one(config))
     return [*_within(config, lambda section: section.errors()), *across]
 
 
-def notes_on(config: Config) -> list[Problem]:
+def warnings_of(config: Config) -> list[ConfigIssue]:
     """Return warnings about keys that have no effect, or not the expected one."""
-    across = (Problem(*found) for one in NOTES for found in one(config))
+    across = (ConfigIssue(*found) for one in NOTES for found in one(config))
     return [*_within(config, lambda section: section.warnings()), *across]
 
 
-def _within(section: Section, ask: Callable[[Section], Found], path: str = "") -> Iterator[Problem]:
+def _within(
+    section: Section, ask: Callable[[Section], Found], path: str = ""
+) -> Iterator[ConfigIssue]:
     """Check a section and the sections inside it."""
     for key, message in ask(section):
-        yield Problem(path + key, message)
+        yield ConfigIssue(path + key, message)
     for name, value in section:
         entries = value if isinstance(value, dict) else {"": value}
         for entry, inner in entries.items():

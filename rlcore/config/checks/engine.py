@@ -14,7 +14,7 @@ from rlcore.config.derived import (
     world_size,
 )
 from rlcore.config.engine_registry import KINDS, EngineKind, is_import_path
-from rlcore.config.messages import Problem
+from rlcore.config.messages import ConfigIssue
 from rlcore.config.secrets import mask_text
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.rollout import EngineConfig
@@ -76,14 +76,14 @@ _REFUSED = {
 OURS = {name: instead for instead, names in _REFUSED.items() for name in names.split()}
 
 
-def engine_kind(config: Config) -> Iterator[Problem]:
+def engine_kind(config: Config) -> Iterator[ConfigIssue]:
     """Every key of the engine is one that its kind reads."""
     # rlcore/launch/input_checks.py imports an engine of another package and checks it likewise.
     if (kind := KINDS.get(config.rollout.engine.kind)) is not None:
         yield from fits_kind(config, kind)
 
 
-def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
+def fits_kind(config: Config, kind: EngineKind) -> Iterator[ConfigIssue]:
     """Yield keys and requirements that do not fit the kind of the engine."""
     engine = config.rollout.engine
     foreign = is_import_path(engine.kind)
@@ -102,7 +102,9 @@ def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
     if engine.colocated and not kind.colocated:
         unserved[COLOCATED] = "cannot give its memory back"
     for key, why in unserved.items():
-        yield Problem(key, f"{kind.title} {why}: leave it out, or use another rollout.engine.kind")
+        yield ConfigIssue(
+            key, f"{kind.title} {why}: leave it out, or use another rollout.engine.kind"
+        )
 
 
 def engine_servers(config: Config) -> Found:
@@ -162,7 +164,7 @@ def engine_tls(config: Config) -> Found:
         )
 
 
-def managed_servers(config: Config) -> Iterator[Problem]:
+def managed_servers(config: Config) -> Iterator[ConfigIssue]:
     """Servers that the run starts have an address and a device of this machine, and no argument
     that rlcore sets itself.
     """
@@ -171,11 +173,11 @@ def managed_servers(config: Config) -> Iterator[Problem]:
         yield from cannot_start(engine)
 
 
-def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
+def cannot_start(engine: EngineConfig) -> Iterator[ConfigIssue]:
     """Yield arguments, hosts and devices with which no server can start."""
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
-            yield Problem(f"{SERVER}.{name}", f"not to be given here: {instead}")
+            yield ConfigIssue(f"{SERVER}.{name}", f"not to be given here: {instead}")
     for name, value in engine.server.items():
         argument = argument_name(name)
         if argument not in QUANTISING or value in QUANTISING[argument]:
@@ -183,13 +185,13 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
         # The engine could not load the published weights.
         load_format = server_argument(engine, "load_format")
         if engine.quantization is not None:
-            yield Problem(
+            yield ConfigIssue(
                 f"{SERVER}.{name}",
                 f"got {value!r}, but {ENGINE}.quantization: {engine.quantization} says how the"
                 " servers are quantised: leave one of them out",
             )
         elif (argument, value, load_format) != ("quantization", "fp8", FLASH_RL):
-            yield Problem(
+            yield ConfigIssue(
                 f"{SERVER}.{name}",
                 f"got {value!r}, but weights are published in fp32 or bf16, and SGLang loads those"
                 " into quantised layers only with quantization: fp8 and load_format: flash_rl"
@@ -200,13 +202,15 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     ranks = engine.tensor_parallel
     if parts is not None and (not isinstance(parts, int) or parts < 1 or ranks % parts):
         message = f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel ({ranks}), whose"
-        yield Problem(f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are divided among the parts")
+        yield ConfigIssue(
+            f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are divided among the parts"
+        )
     if engine.host in ANY_ADDRESS:
         message = f"{engine.host!r} is every address of this machine; give one at which others can"
-        yield Problem(f"{ENGINE}.host", f"{message} reach it")
+        yield ConfigIssue(f"{ENGINE}.host", f"{message} reach it")
     if engine.device not in (None, "cuda", "cpu"):
         message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses"
-        yield Problem(f"{ENGINE}.device", f"{message} among GPUs")
+        yield ConfigIssue(f"{ENGINE}.device", f"{message} among GPUs")
 
 
 def engine_transport(config: Config) -> Found:
@@ -304,14 +308,14 @@ def engine_notes(config: Config) -> Found:
             " leave it out",
         )
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
-        yield from kind_notes(config, kind)
+        yield from kind_warnings(config, kind)
 
 
-def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:
+def kind_warnings(config: Config, kind: EngineKind) -> Iterator[ConfigIssue]:
     """Yield keys that have an unexpected effect with this kind of engine."""
     if config.run.deterministic and not kind.repeatable:
         message = f"covers the trainer alone: what {kind.title} samples differs from run to run"
-        yield Problem("run.deterministic", message)
+        yield ConfigIssue("run.deterministic", message)
 
 
 def colocated_notes(config: Config) -> Found:
@@ -339,11 +343,11 @@ def argument_name(given: str) -> str:
     return given.lstrip("-").replace("-", "_")
 
 
-def _given(engine: EngineConfig, keys: Sequence[str], message: str) -> Iterator[Problem]:
+def _given(engine: EngineConfig, keys: Sequence[str], message: str) -> Iterator[ConfigIssue]:
     default = EngineConfig()
     for key in keys:
         if (got := getattr(engine, key)) != getattr(default, key):
-            yield Problem(f"{ENGINE}.{key}", f"got {_show(got)}, but {message}")
+            yield ConfigIssue(f"{ENGINE}.{key}", f"got {_show(got)}, but {message}")
 
 
 def _show(value: object) -> str:

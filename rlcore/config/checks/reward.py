@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from rlcore.config.evaluation_sets import evaluation_sets
-from rlcore.config.messages import Problem, expected_by, show
+from rlcore.config.messages import ConfigIssue, expected_by, show
 from rlcore.config.secrets import mask_text
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.graders import GRADERS, OverlongArgs
@@ -21,13 +21,13 @@ from rlcore.config.sections.root import Config
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
-def graders(config: Config) -> Iterator[Problem]:
+def graders(config: Config) -> Iterator[ConfigIssue]:
     """Rewards have parts; built-in graders exist and accept their arguments."""
     limit = config.rollout.sampling.max_new_tokens
     for path, reward in _rewards(config):
         if not reward.parts and not (config.is_sft and path == "reward"):
             message = "empty: give one part or more, each with a `function` or a `service`"
-            yield Problem(f"{path}.parts", message)
+            yield ConfigIssue(f"{path}.parts", message)
         for name, part in reward.parts.items():
             where = f"{path}.parts.{name}"
             function = part.function
@@ -39,7 +39,7 @@ def graders(config: Config) -> Iterator[Problem]:
                 if dot:
                     hint = f"; did you mean '{module}:{attribute}', with a colon?"
                 message = f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
-                yield Problem(f"{where}.function", f"{message} package.module:function)")
+                yield ConfigIssue(f"{where}.function", f"{message} package.module:function)")
 
 
 def keys_over_tls(config: Config) -> Found:
@@ -91,7 +91,7 @@ def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
 
 def _arguments(
     function: str, args: dict[str, Any], max_new_tokens: int, path: str
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """Yield arguments that a built-in grader does not accept."""
     known = GRADERS[function].model_fields
     try:
@@ -107,14 +107,14 @@ def _arguments(
                 message = f"missing: give it in a file or as {key}=VALUE"
             elif not details["loc"]:
                 message = expected_by(details)
-            yield Problem(key, message)
+            yield ConfigIssue(key, message)
         return
     if isinstance(given, OverlongArgs):
         limit = given.max_tokens or max_new_tokens
         if given.buffer > limit:
             message = f"got {given.buffer}, expected at most the limit of {limit} tokens"
             where = "args.max_tokens, or rollout.sampling.max_new_tokens"
-            yield Problem(f"{path}.buffer", f"{message} ({where})")
+            yield ConfigIssue(f"{path}.buffer", f"{message} ({where})")
 
 
 def _meant(name: str, known: Collection[str]) -> str:

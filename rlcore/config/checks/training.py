@@ -8,13 +8,13 @@ from operator import attrgetter
 from rlcore.config.built_in import ESTIMATORS
 from rlcore.config.derived import (
     generates,
-    gpus_of_a_node,
+    gpus_per_node,
     model_parallel_size,
     pack_multiple,
     updates_per_step,
 )
 from rlcore.config.engine_registry import is_import_path
-from rlcore.config.messages import Problem
+from rlcore.config.messages import ConfigIssue
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.root import Config
 from rlcore.config.sections.training import RayConfig
@@ -68,10 +68,10 @@ def batch(config: Config) -> Found:
             yield one_sample("algorithm.normalize_advantages: group")
 
 
-def one_sample(comparer: str) -> Problem:
+def one_sample(comparer: str) -> ConfigIssue:
     """Refuse one sample per prompt where `comparer` compares the samples of a prompt."""
     message = f"got 1, but {comparer} compares the samples of one prompt: use 2 or more"
-    return Problem("rollout.samples_per_prompt", message)
+    return ConfigIssue("rollout.samples_per_prompt", message)
 
 
 def data(config: Config) -> Found:
@@ -213,7 +213,7 @@ def ray_launcher(config: Config) -> Found:
     width = engine.tensor_parallel
     needed = engine.count * width
     shared = not ray.engine_gpus.is_integer() and (ray.engine_gpus > 1 or width > 1)
-    if engine.colocated and needed > (there := math.ceil(gpus_of_a_node(config))) > 0:
+    if engine.colocated and needed > (there := math.ceil(gpus_per_node(config))) > 0:
         yield (
             "rollout.engine.count",
             f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the"

@@ -17,7 +17,7 @@ from rlcore.algorithms.errors import UnknownNameError, known_names
 from rlcore.algorithms.plugins import Keyword, check_keywords, constructor_keywords, import_plugin
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
-from rlcore.import_paths import place_of
+from rlcore.import_paths import location_of
 
 CHUNK = 1024  # results that a snapshot packs into one text
 
@@ -262,11 +262,11 @@ def weigh(curriculum: Weigh, history: PromptHistory) -> NDArray[np.float64]:
     try:
         given = curriculum(history)
     except (Exception, SystemExit) as error:
-        location = place_of(curriculum, error)
+        location = location_of(curriculum, error)
         raise RunFailed(
             f"data.curriculum failed{location}: {type(error).__name__}: {error}"
         ) from error
-    where = f"data.curriculum{place_of(curriculum)}"
+    where = f"data.curriculum{location_of(curriculum)}"
     if not isinstance(given, np.ndarray) or given.shape != (len(history),):
         got = f"shape {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__
         raise RunFailed(

@@ -150,7 +150,7 @@ class CurriculumStream(PromptStream):
             raise ValueError(f"draw {draw}: a curriculum needs the outcome of each finished group")
         self._results.add(self.row(draw), outcome)
 
-    def settled(self, draw: int) -> None:
+    def finish(self, draw: int) -> None:
         """Mark a draw as consumed or dropped; it will not come again."""
         self._open.discard(draw)
 
@@ -163,7 +163,7 @@ class CurriculumStream(PromptStream):
         """Recompute the weights of the prompts from all results so far."""
         self._weigh()
 
-    def check_told(self) -> None:
+    def check_results(self) -> None:
         """Raise RunFailed if groups have finished and none has a known result."""
         if self._results.count and not self._results.num_known:
             raise RunFailed(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.config import Config
-from rlcore.config.derived import gpus_of_a_node, hosted_engines
+from rlcore.config.derived import gpus_per_node, hosted_engines
 
 Resources = dict[str, float]
 
@@ -49,7 +49,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     hosts = tuple(range(count))
     engines = (host,) * count
     node = _resources(
-        asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0
+        asked.rank_cpus * cluster.processes_per_node, gpus_per_node(config) if has_gpus else 0.0
     )
     # Colocated engines are on one node and its ranks' GPUs, but need their own CPUs.
     if engine.colocated and count:

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
-from rlcore.deadlines import ACTOR_LOST_S, LEAVE_S, NOTICE_S, PROCESS_LOST_S, STORE_S
+from rlcore.deadlines import ACTOR_LOST_S, LEAVE_S, PROCESS_LOST_S, REPORT_GRACE_S, STORE_S
 from rlcore.errors import (
     INTERRUPTED,
     DeadlineExceeded,
@@ -215,7 +215,7 @@ class Ranks:
 
     def wait_for_peers(self) -> None:
         """Give the ranks, which know of the failure, time to clean up and leave."""
-        self._wait_for_ends(NOTICE_S + LEAVE_S, lambda: False)
+        self._wait_for_ends(REPORT_GRACE_S + LEAVE_S, lambda: False)
 
     def _wait_for_ends(self, limit_s: float, enough: Callable[[], bool]) -> None:
         deadline = time.monotonic() + limit_s
@@ -238,7 +238,7 @@ class Ranks:
         if isinstance(self.errors.get(failure.rank), PartLost):
             return True
         # A rank that ends itself because another rank failed takes longer than this.
-        if any(seen < self._failed_at + NOTICE_S for seen in self._lost.values()):
+        if any(seen < self._failed_at + REPORT_GRACE_S for seen in self._lost.values()):
             return True
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return any(node not in alive for node, _, _ in self.where)

@@ -24,7 +24,7 @@ from rlcore.boundary.process_tree import die_with_parent
 from rlcore.config.secrets import hide_secrets
 from rlcore.data.batch import StepRollouts
 from rlcore.errors import ConfigError, RlcoreError, RunFailed
-from rlcore.import_paths import place_of_error
+from rlcore.import_paths import error_location
 from rlcore.launch.engines import build_service
 from rlcore.launch.logs import LineStream, ProcessLog, log_folder
 from rlcore.launch.process import set_up_torch
@@ -238,7 +238,7 @@ def _sendable(error: BaseException, part: str) -> BaseException:
             logger.warning("%s cannot be sent: %s", type(error).__name__, problem)
     else:
         logger.error("%s failed", part, exc_info=error)
-        location = place_of_error(error)
+        location = error_location(error)
     return RunFailed(f"the rollout service: {part}: {type(error).__name__}: {error}{location}")
 
 

@@ -23,7 +23,12 @@ from numpy.typing import NDArray
 
 from rlcore.boundary.child_environment import service_environment
 from rlcore.config import Config
-from rlcore.config.derived import all_engines_timeout_s, comeback_s, engine_place_s, generates
+from rlcore.config.derived import (
+    all_engines_timeout_s,
+    generates,
+    placement_timeout_s,
+    restart_timeout_s,
+)
 from rlcore.data.batch import StepRollouts
 from rlcore.data.generation import MemoryTag
 from rlcore.data.sample import Sample
@@ -296,7 +301,7 @@ class ServiceClient:
 
     def start(self) -> None:
         """Start the service's engines and reward workers."""
-        engines_s = comeback_s(self.config.rollout.engine, engine_place_s(self.config))
+        engines_s = restart_timeout_s(self.config.rollout.engine, placement_timeout_s(self.config))
         self.call(
             "start",
             limit_s=engines_s + REWARD_START_S + SERVICE_GRACE_S,

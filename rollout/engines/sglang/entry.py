@@ -66,7 +66,7 @@ def install_stubs() -> None:
     if folder not in sys.path:
         # At the end of the path, so that a real package is preferred.
         sys.path.append(folder)
-    importlib.import_module("stand_ins").install()
+    importlib.import_module("stubs").install()
 
 
 def without_idle(arguments: list[str], known: Collection[str]) -> list[str]:
@@ -159,9 +159,9 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
         use_store_at_one_address()
     # SGLang's FP8 kernels for the CPU need AMX.
     if args.device == "cpu" and args.quantization == "fp8":
-        importlib.import_module("stand_ins").install_fp8()
+        importlib.import_module("stubs").install_fp8()
     if args.device == "cpu" and args.attn_dp_size > 1:
-        importlib.import_module("stand_ins").install_data_parallel_attention()
+        importlib.import_module("stubs").install_data_parallel_attention()
     patches = load_beside("patches")
     states = [patches.HAS_DIGESTS] + ([patches.HAS_TURNS] if in_turn(args) else [])
     patches.install_in_scheduler(load_beside("../../weight_sync/digests"), states)

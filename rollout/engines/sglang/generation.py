@@ -107,7 +107,7 @@ class Generation:
             return await self._asked(request, cache_key)
         found = [aborted(request)] * request.n
         if places:
-            rest = request.going_on([request.prefixes[place] for place in places])
+            rest = request.continued([request.prefixes[place] for place in places])
             for place, completion in zip(places, await self._asked(rest, cache_key), strict=True):
                 found[place] = completion
         return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlcore.algorithms.testing import ContractError, ContractReport
 from rlcore.algorithms.testing.contract import Rule
 from rlcore.config import Config
-from rlcore.config.derived import longest_request_s
+from rlcore.config.derived import max_request_s
 from rlcore.config.engine_registry import EngineKind
 from rlcore.data.generation import Completion, PauseMode, Prefix
 from rlcore.errors import UserError
@@ -345,7 +345,7 @@ async def _kill(session: Session) -> None:
     made = await _under_way(session)
     await session.call("kill", engine.kill())
     await session.call("kill", engine.kill())
-    done, _ = await asyncio.wait({made}, timeout=longest_request_s(session.config))
+    done, _ = await asyncio.wait({made}, timeout=max_request_s(session.config))
     session.expect(bool(done), "a request that hangs after kill", "its failure")
     made.exception()
     await session.refused("generate, after kill,", engine.generate([session.request()]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlcore.algorithms.testing import ContractError
 from rlcore.algorithms.testing.contract import Rule
 from rlcore.config import Config
-from rlcore.config.derived import longest_request_s
+from rlcore.config.derived import max_request_s
 from rlcore.config.engine_registry import EngineKind
 from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.deadlines import TRANSPORT_GRACE_S
@@ -114,7 +114,7 @@ class Session:
     async def _within(self, what: str, work: Awaitable[T], seconds: float | None = None) -> T:
         if seconds is None:
             update_s = self.config.rollout.engine.update_timeout_s
-            seconds = max(longest_request_s(self.config), update_s)
+            seconds = max(max_request_s(self.config), update_s)
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=seconds + TRANSPORT_GRACE_S)
         if done:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlcore.config.checks.all_checks import notes_on
+from rlcore.config.checks.all_checks import warnings_of
 from rlcore.config.checks.engine import colocated
 from rlcore.config.load import Loaded
 
@@ -73,5 +73,5 @@ def test_what_goes_together(load: Callable[..., Loaded], overrides: list[str]) -
 def test_an_engine_that_takes_nearly_all_memory_is_remarked_on(load: Callable[..., Loaded]) -> None:
     for share, remarks in ((0.9, 1), (0.8, 0)):
         config = load(*COLOCATED, f"rollout.engine.server={{mem-fraction-static: {share}}}").config
-        notes = [note for note in notes_on(config) if note.path.endswith("mem_fraction_static")]
+        notes = [note for note in warnings_of(config) if note.path.endswith("mem_fraction_static")]
         assert len(notes) == remarks

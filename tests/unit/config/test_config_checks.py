@@ -219,7 +219,7 @@ def test_refused(refusal, overrides, refused):
     ],
 )  # fmt: skip
 def test_accepted(load, overrides):
-    assert load(*overrides).notes == ()
+    assert load(*overrides).warnings == ()
 
 
 def test_a_problem_names_origin_reason_and_remedy(refusal, write):

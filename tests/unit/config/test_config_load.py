@@ -74,11 +74,11 @@ def test_a_new_plugin_name_drops_the_old_keywords_and_says_so(load, write):
     assert loaded.config.algorithm.loss.options == {}
     # not a keyword of the plugin: it stays
     assert loaded.config.algorithm.loss.norm_length == 8
-    assert [note.split(":")[0] for note in loaded.notes] == [
+    assert [note.split(":")[0] for note in loaded.warnings] == [
         "algorithm.estimator",
         "algorithm.loss",
     ]
-    assert "lam" in loaded.notes[0]
+    assert "lam" in loaded.warnings[0]
 
 
 def test_a_correction_that_is_switched_off_takes_its_options_along(load, write):
@@ -92,7 +92,7 @@ def test_a_correction_that_is_switched_off_takes_its_options_along(load, write):
     # not the correction's own: it stays
     assert loaded.config.algorithm.correction.max_staleness == 3
     said = "another name was given; dropped the earlier one's level, upper"
-    assert loaded.notes[0] == f"algorithm.correction: {said}"
+    assert loaded.warnings[0] == f"algorithm.correction: {said}"
 
 
 def test_plugin_keywords_merge_while_the_name_stays(load, write):

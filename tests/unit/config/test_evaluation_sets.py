@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.derived import longest_request_s
+from rlcore.config.derived import max_request_s
 from rlcore.config.evaluation_sets import evaluation_sets, sets_due
 from tests.pages import blocks
 
@@ -17,10 +17,10 @@ AIME = (
 
 def test_every_0_says_what_is_evaluated_still(load):
     given = ["evaluation.paths=[x.jsonl]", "evaluation.every=0"]
-    [note] = load(*given).notes
+    [note] = load(*given).warnings
     assert note.startswith("evaluation.every: 0: evaluated before the first step and after the")
     for told in (given[:1], [*given, "evaluation.at_start=true"]):
-        assert load(*told).notes == ()
+        assert load(*told).warnings == ()
 
 
 def by_name(loaded):
@@ -104,8 +104,8 @@ def test_a_set_of_an_earlier_file_can_be_dropped(load, write):
 
 
 def test_the_longest_response_of_any_set_counts(load):
-    short = longest_request_s(load(AIME).config)
-    long = longest_request_s(load(AIME, "evaluation.sets.aime24.max_new_tokens=32768").config)
+    short = max_request_s(load(AIME).config)
+    long = max_request_s(load(AIME, "evaluation.sets.aime24.max_new_tokens=32768").config)
     assert long > short + 30_000
 
 
@@ -141,12 +141,12 @@ def test_what_cannot_be_is_refused(refusal, overrides, line):
 
 def test_what_does_nothing_is_noted(load):
     greedy = load("evaluation.sets.a={paths: x, samples_per_prompt: 4}")
-    assert greedy.notes == (
+    assert greedy.warnings == (
         "evaluation.sets.a.samples_per_prompt: the samples are all alike:"
         " evaluation.sets.a.temperature is 0",
     )
     never = load("evaluation.sets.a={paths: x, at_start: no, at_end: no}")
-    assert never.notes[0].startswith("evaluation.sets.a: is never evaluated")
+    assert never.warnings[0].startswith("evaluation.sets.a: is never evaluated")
 
 
 def test_a_metric_of_the_evaluation_can_choose_the_checkpoint(load):

@@ -28,6 +28,6 @@ def test_a_shipped_configuration_is_valid(example, monkeypatch):
     given = ["run.name=part", "data.paths=rows.jsonl", "training.steps=1"]
     loaded = load_config([*below, example], given if part else [])
     assert check_plugins(loaded) == []
-    assert loaded.notes == ()
+    assert loaded.warnings == ()
     threads = loaded.config.run.threads
     assert threads in (None, 1), "two are five times slower where a core is shared"

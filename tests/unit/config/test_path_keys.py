@@ -12,7 +12,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.config.load import load_config
-from rlcore.config.path_keys import path_keys, path_problem
+from rlcore.config.path_keys import path_error, path_keys
 from rlcore.config.reference import keys
 from rlcore.config.schema import ANY, listed, sections
 from rlcore.config.sections.base import LeadsTo
@@ -137,7 +137,7 @@ def test_what_is_right_is_not_refused(folder: Path) -> None:
     assert {key.kind for key in KEYS.values()} == {*right, "rows"}
     for leads_to in KEYS.values():
         if leads_to.kind in right:
-            assert path_problem(right[leads_to.kind], leads_to) is None
+            assert path_error(right[leads_to.kind], leads_to) is None
 
 
 def test_every_key_that_speaks_of_a_file_or_a_folder_is_marked() -> None:

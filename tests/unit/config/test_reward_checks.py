@@ -54,14 +54,14 @@ CLIENTS = {
 @pytest.mark.parametrize("key", CLIENTS)
 def test_a_key_that_leaves_in_clear_is_named_and_with_tls_refused(load, refusal, key):
     away = CLIENTS[key].format("http://10.0.0.7:1/")
-    assert [note for note in load(away).notes if "in clear" in note and key in note]
+    assert [note for note in load(away).warnings if "in clear" in note and key in note]
     lines = refusal(away, "cluster.tls.ca_file=ca.pem")
     [line] = [line for line in lines if line.startswith(key)]
     assert "expected https://" in line
     local = ("http://127.0.0.1:1/", "http://localhost/", "http://[::1]/")
     for safe in ("https://10.0.0.7:1/", *local):
         given = CLIENTS[key].format(safe)
-        assert not [note for note in load(given).notes if "in clear" in note]
+        assert not [note for note in load(given).warnings if "in clear" in note]
 
 
 @pytest.mark.parametrize("part", ["judge: {model: m, ", "service: {"])

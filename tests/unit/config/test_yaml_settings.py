@@ -33,7 +33,7 @@ def test_what_is_printed_loads_to_the_same_configuration(load, write):
     loaded = load(*AWKWARD)
     again = load_config([write("config.yaml", render(loaded))])
     assert again.config == loaded.config
-    assert again.notes == loaded.notes
+    assert again.warnings == loaded.warnings
 
 
 def test_each_value_has_its_origin_behind_it(load, write):

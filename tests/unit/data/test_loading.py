@@ -14,8 +14,8 @@ from rlcore.data.loading import (
     Share,
     check_context,
     load_prompts,
-    prompt_notes,
     prompt_stream,
+    prompt_warnings,
 )
 from rlcore.errors import ConfigError, DataError
 
@@ -80,14 +80,14 @@ def test_a_response_as_long_as_the_context_is_refused_without_reading_the_data(m
 def test_steps_of_more_prompts_than_there_are_get_a_note(make_run):
     run = make_run(paths=["none"], max_new_tokens=2)
     run.rollout.prompts_per_step = 5000
-    [note] = prompt_notes(run, 3000)
+    [note] = prompt_warnings(run, 3000)
     assert note.startswith("rollout.prompts_per_step: 5000 is more than the 3000 prompts")
-    assert prompt_notes(run, 5000) == []
+    assert prompt_warnings(run, 5000) == []
     run.algorithm.loss.name = "sft"
     run.training.batch_size = 256
-    [note] = prompt_notes(run, 100)
+    [note] = prompt_warnings(run, 100)
     assert note.startswith("training.batch_size: 256 is more than the 100 rows")
-    assert prompt_notes(run, 256) == []
+    assert prompt_warnings(run, 256) == []
 
 
 def test_a_resume_with_other_files_names_them(tmp_path, tokenizer, make_run):

@@ -101,7 +101,7 @@ def test_a_rank_that_ignores_its_peers_misses_none(
     clock = Clock()
     monkeypatch.setattr(heartbeat, "time", clock)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
-    monkeypatch.setattr(heartbeat, "NOTICE_S", 600.0)
+    monkeypatch.setattr(heartbeat, "REPORT_GRACE_S", 600.0)
     store: Any = HashStore()
 
     def beats() -> int:
@@ -170,7 +170,7 @@ def test_a_stall_is_longer_than_the_time_between_two_checks():
 def test_two_short_failures_of_the_store_are_not_one_long_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The process is ended when the run has failed for NOTICE_S, without a beat in between."""
+    """The process ends when the run has failed for REPORT_GRACE_S, without a beat between."""
     clock = [0.0]
     gone = Failure(0, "the store is gone")
     said = iter([gone, None, gone, None, gone, None, gone, gone, gone])
@@ -178,7 +178,7 @@ def test_two_short_failures_of_the_store_are_not_one_long_one(
     done = threading.Event()
 
     def beat(self: Heartbeat, number: int) -> Failure | None:
-        clock[0] += heartbeat.NOTICE_S * 0.6
+        clock[0] += heartbeat.REPORT_GRACE_S * 0.6
         return next(said)
 
     def end(self: Heartbeat, failure: Failure) -> None:
@@ -192,4 +192,4 @@ def test_two_short_failures_of_the_store_are_not_one_long_one(
     monkeypatch.setattr(Heartbeat, "_end", end)
     Heartbeat(None, None, None, ())  # type: ignore[arg-type]
     assert done.wait(30)
-    assert ended == [pytest.approx(9 * 0.6 * heartbeat.NOTICE_S)]
+    assert ended == [pytest.approx(9 * 0.6 * heartbeat.REPORT_GRACE_S)]

@@ -104,7 +104,7 @@ def test_a_signal_while_ranks_are_ended_leaves_no_process(
 
     monkeypatch.setattr(local, "_start", start)
     monkeypatch.setattr(local, "LEAVE_S", 0.0)
-    monkeypatch.setattr(local, "NOTICE_S", 0.0)
+    monkeypatch.setattr(local, "REPORT_GRACE_S", 0.0)
     monkeypatch.setattr(local, "END_RANK_S", 2.0)
     assert local.launch_ranks(loaded, []) == 1
     assert len(asked) == 2, "before SIGKILL and after it"

@@ -9,7 +9,7 @@ import pytest
 from rlcore.errors import DataError
 from rlcore.timeline import files
 from rlcore.timeline.files import HEADER, Span, members, read_spans, recorded_steps
-from rlcore.timeline.recorder import GROUP, Lanes, Recorder, group_key, now, of_group
+from rlcore.timeline.recorder import GROUP, Recorder, TrackAllocator, group_key, now, of_group
 from tests.trace_rules import names_of, read_trace
 
 MAIN = ("rank 0", "main")
@@ -81,7 +81,7 @@ def test_threads_and_tasks_lose_nothing(tmp_path: Path) -> None:
             recorder.flush(1)
 
     async def tasks() -> list[str]:
-        lanes = Lanes("rewards", "worker")
+        lanes = TrackAllocator("rewards", "worker")
 
         async def one(draw: int) -> str:
             GROUP.set(group_key(5, draw))

@@ -48,7 +48,7 @@ def test_every_spelling_of_a_switch(how: str, written: str, armed: bool, tmp_pat
     assert loaded.config.training.early_stopping is armed
     assert EarlyStopping.of(loaded.config.training) == (EarlyStopping(0.1) if armed else None)
     ignored = [
-        note for note in loaded.notes if note.startswith("training.target_kl: 0.1 is ignored")
+        note for note in loaded.warnings if note.startswith("training.target_kl: 0.1 is ignored")
     ]
     assert len(ignored) == (0 if armed else 1)
 
@@ -69,4 +69,4 @@ def test_no_target_and_no_switch_say_nothing() -> None:
     for overrides in ((), ("training.target_kl=0",), ("training.target_kl=null",)):
         loaded = load_config([], [*MINIMAL, *overrides])
         assert EarlyStopping.of(loaded.config.training) is None
-        assert loaded.notes == ()
+        assert loaded.warnings == ()

@@ -59,7 +59,7 @@ def test_without_weights_a_curriculum_weighs_the_sources(tmp_path: Path, tokeniz
     assert seen[0].source_names == ("ones", "twos")
     for draw in range(3):
         stream.finished(draw, Outcome(1, 2))
-        stream.settled(draw)
+        stream.finish(draw)
     stream.handed_over()
     assert {stream.row(draw) for draw in stream.take(3)} & {0, 1, 2}, "then of all"
 
@@ -72,7 +72,7 @@ def test_with_weights_it_chooses_inside_of_a_source(tmp_path: Path, tokenizer: A
     for _ in range(800):
         (draw,) = stream.take(1)
         found[prompts[stream.row(draw)].row["source"]] += 1
-        stream.settled(draw)
+        stream.finish(draw)
         stream.handed_over()
     assert found["ones"] / 800 == pytest.approx(0.75, abs=0.05)
 

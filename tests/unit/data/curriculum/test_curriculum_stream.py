@@ -58,7 +58,7 @@ def step(
     draws = stream.take(count)
     for draw in draws:
         stream.finished(draw, (rates or {}).get(stream.row(draw), Outcome(1, 2)))
-        stream.settled(draw)
+        stream.finish(draw)
     stream.handed_over()
     return [stream.row(draw) for draw in draws]
 
@@ -164,7 +164,7 @@ def test_prompts_that_never_work_do_not_crowd_out_the_others() -> None:
                 stream.failed(draw)
             else:
                 stream.finished(draw, Outcome(7 + (number > 10), 8))
-                stream.settled(draw)
+                stream.finish(draw)
         stream.handed_over()
     assert drawn[True] < 0.1 * drawn.total(), "rollout.max_failed"
 
@@ -219,7 +219,7 @@ def test_no_prompt_comes_twice_before_a_hand_over_while_there_are_others() -> No
     stream = stream_of(8)
     held = stream.take(3)
     for draw in stream.take(5):
-        stream.settled(draw)
+        stream.finish(draw)
     stream.handed_over()
     busy = {stream.row(draw) for draw in held}
     assert busy.isdisjoint(stream.row(draw) for draw in stream.take(5)), "of draws under way"
@@ -280,7 +280,7 @@ def run(stream: CurriculumStream, steps: range) -> tuple[list[list[int]], dict[s
         rows.append([stream.row(draw) for draw in draws])
         for draw in draws[:-1]:
             stream.finished(draw, solves(stream.row(draw), time))
-            stream.settled(draw)
+            stream.finish(draw)
         stream.requeue(draws[-1])
         stream.handed_over()
     return rows, json.loads(json.dumps(stream.snapshot()))
@@ -339,15 +339,15 @@ def test_the_beginning_is_the_state_before_the_first_draw() -> None:
 
 def test_a_reward_that_says_neither_right_nor_wrong_is_refused() -> None:
     stream = stream_of(8)
-    stream.check_told()
+    stream.check_results()
     draws = stream.take(2)
     stream.finished(draws[0], Outcome(0, 0))
     with pytest.raises(
         RunFailed, match=r"none of the 1 groups so far .* set data\.curriculum\.pas"
     ):
-        stream.check_told()
+        stream.check_results()
     stream.finished(draws[1], Outcome(0, 2))
-    stream.check_told()
+    stream.check_results()
 
 
 def test_metrics_by_hand() -> None:

@@ -70,7 +70,7 @@ def test_it_needs_no_torch(stub):
 
 def test_a_run_is_told_at_its_start_and_goes_on(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(launchers, "train", lambda loaded, **_: seen.append(loaded.notes) or 0)
+    monkeypatch.setattr(launchers, "train", lambda loaded, **_: seen.append(loaded.warnings) or 0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 4096))
     given = ["model.path=m", "data.paths=d.jsonl", "training.steps=1", f"run.dir={tmp_path}"]
     assert cli.main(["train", "run.name=x", *given]) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
-from rlcore.config.checks.all_checks import notes_on as notes
+from rlcore.config.checks.all_checks import warnings_of as notes
 from rlcore.errors import UserError
 from rlcore.launch.ray.placement import Placement, bundles, lacking, place
 from tests.configs import small_config

@@ -333,6 +333,6 @@ def test_errors_of_the_second_pass_are_the_callers():
 
 
 def test_a_workflow_gives_no_prefixes_of_its_own():
-    begun = ask().going_on([Prefix(0, np.array([4], np.int32))])
+    begun = ask().continued([Prefix(0, np.array([4], np.int32))])
     with pytest.raises(ValueError, match=r"leave GenerateRequest\.prefixes empty"):
         asyncio.run(PartialRollouts(Letters()).whole(AbortingEngine(replies, []), begun))

@@ -46,7 +46,7 @@ def test_every_group_is_accounted_for_and_none_is_too_old(
     assert world.num_running == sum(len(responses) for responses in world.running)
     assert (found.expired == 0) or setting.oversample > 1
     assert 0 < found.of_bound < 1
-    assert found.busy_s <= setting.slots * found.seconds
+    assert found.busy_seconds <= setting.slots * found.seconds
 
 
 def run(max_staleness: int) -> Outcome:

@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_what_is_finished_and_its_age() -> None:
 
 
 def test_what_has_expired_is_in_no_batch_even_before_it_is_dropped() -> None:
-    finished = {5: 0, 6: 0, 7: 0, 8: 1, 9: 2, 12: 3}
+    finished = {12: 3, 7: 0, 5: 0, 9: 2, 6: 0, 8: 1}
     scheduler = Scheduler.restore(Rules(2, 1), 3, finished)
     assert scheduler.expired() == [5, 6, 7, 8]
     assert scheduler.batch() == [9, 12]

@@ -29,7 +29,7 @@ from .kit import STOP, ScriptedModel, ids, make_context, make_prompt, make_token
 
 TOKENIZER = make_tokenizer()
 REASONS = ("superseded", "lost")
-UNTRAINED = "conversation/untrained_"
+DROPPED = "conversation/untrained_"
 
 
 @dataclass
@@ -245,7 +245,7 @@ def test_every_token_is_trained_once_or_counted_with_the_reason(seed: int) -> No
             expected[f"untrained_{reason}"] += rollout.size(reason)
     for name, total in expected.items():
         assert metrics[f"conversation/{name}"] == pytest.approx(total / len(counted)), name
-    untrained = {name: value for name, value in metrics.items() if name.startswith(UNTRAINED)}
+    untrained = {name: value for name, value in metrics.items() if name.startswith(DROPPED)}
     assert {*untrained} <= {f"conversation/{name}" for name in expected}
     assert metrics["conversation/generated_tokens"] == pytest.approx(
         metrics["conversation/trained_tokens"] + sum(untrained.values())

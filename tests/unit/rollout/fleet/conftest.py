@@ -35,10 +35,12 @@ LIMITS = {
 class Site:
     """Engines a, b, ... in a fleet, and what a trainer would do for them."""
 
-    def __init__(self, names: Sequence[str], *, place_s: float = 0.0, **config: Any) -> None:
+    def __init__(
+        self, names: Sequence[str], *, placement_timeout_s: float = 0.0, **config: Any
+    ) -> None:
         self.config = EngineConfig(**{**LIMITS, **config})
         self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
-        self.fleet = Fleet(self.engines, self.config, place_s=place_s)
+        self.fleet = Fleet(self.engines, self.config, placement_timeout_s=placement_timeout_s)
         limit_s = self.config.request_timeout_s or REQUEST_S
         self.dispatcher = Dispatcher(self.fleet, self.config, vocab_size=31, limit_s=limit_s)
 

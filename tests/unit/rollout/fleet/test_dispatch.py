@@ -299,7 +299,7 @@ async def test_cancelled_requests_leave_no_lease(site):
     await asyncio.gather(*calls, return_exceptions=True)
     assert [call.cancelled() for call in calls] == [True] * 4 + [False] * 2
     assert site.fleet.members[0].leases == set()
-    assert site.fleet.waiting_for() == ""
+    assert site.fleet.describe_wait() == ""
     assert await site.one(9)
 
 
@@ -320,7 +320,7 @@ async def test_a_caller_cancelled_while_the_last_engine_ends_is_cancelled(site):
     site.engines[0].delay_s = 60
     calls = [asyncio.ensure_future(site.one(i)) for i in range(2)]
     await asyncio.sleep(0.01)
-    assert "an engine with room" in site.fleet.waiting_for()
+    assert "an engine with room" in site.fleet.describe_wait()
     await_end = asyncio.ensure_future(site.fleet.failed(site.engines[0], "burnt"))
     # the one in line has NoEngineLeft, and has not run since
     await asyncio.sleep(0)
@@ -397,13 +397,13 @@ async def test_the_engine_that_is_waited_for_is_named(site):
     calls = [asyncio.ensure_future(site.one(i)) for i in range(5)]
     await asyncio.sleep(0.01)
     assert (
-        site.fleet.waiting_for()
+        site.fleet.describe_wait()
         == "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b"
         " is serving)"
     )
     await asyncio.gather(*calls)
-    assert site.fleet.waiting_for() == ""
-    assert 0.1 < site.dispatcher.busy_s < 1.0
+    assert site.fleet.describe_wait() == ""
+    assert 0.1 < site.dispatcher.busy_seconds < 1.0
 
 
 @pytest.mark.site("ab")
@@ -414,8 +414,8 @@ async def test_time_in_which_calls_overlap_counts_once(site):
     first = asyncio.ensure_future(site.one(0))
     await asyncio.sleep(1.0)
     await asyncio.gather(first, site.one(1))
-    assert site.dispatcher.busy_s == pytest.approx(5.5, abs=0.05)
+    assert site.dispatcher.busy_seconds == pytest.approx(5.5, abs=0.05)
     await asyncio.sleep(3.5)
     a.delay_s = 0.25
     await site.one(2)
-    assert site.dispatcher.busy_s == pytest.approx(5.75, abs=0.05)
+    assert site.dispatcher.busy_seconds == pytest.approx(5.75, abs=0.05)

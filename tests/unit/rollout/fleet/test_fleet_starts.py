@@ -75,6 +75,6 @@ def test_an_engine_that_needs_a_place_first_has_its_own_time_all_the_same(on_sit
         "a",
         use,
         start_timeout_s=0.2,
-        place_s=5.0,
+        placement_timeout_s=5.0,
         restart={"backoff_s": 0.01, "max_backoff_s": 0.01, "limit": 1},
     )

@@ -40,7 +40,7 @@ def rest_of(whole: GenerateRequest, completions, cut) -> GenerateRequest | None:
     prefixes = [
         Prefix(whole.samples[place], completions[place].tokens[: cut(place)]) for place in longer
     ]
-    return whole.going_on(prefixes) if prefixes else None
+    return whole.continued(prefixes) if prefixes else None
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_what_comes_behind_a_prefix_is_what_came_there_before(model, folder, cut
 
 
 def test_a_prefix_that_leaves_no_room_is_refused(model, folder):
-    full = request([1], max_new_tokens=3).going_on([Prefix(0, np.array([1, 2, 3], np.int32))])
+    full = request([1], max_new_tokens=3).continued([Prefix(0, np.array([1, 2, 3], np.int32))])
     with pytest.raises(UserError, match="draw 0: a prefix has all of max_new_tokens 3 already"):
         with_engine(folder, model, lambda engine: engine.generate([full]))
 
 
 def test_prefixes_cross_borders():
-    sent = request([1, 2], draw=3, n=5).going_on(
+    sent = request([1, 2], draw=3, n=5).continued(
         [Prefix(1, np.array([4, 5], np.int32)), Prefix(4, np.zeros(0, np.int32))]
     )
     back = decode_request(encode_request(sent))

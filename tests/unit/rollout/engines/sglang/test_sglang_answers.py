@@ -111,7 +111,7 @@ def test_routed_experts_of_the_layers_that_have_any():
 
 
 def test_what_goes_on_has_the_experts_of_its_prefix_too_and_room_for_the_rest_alone():
-    rest = request([1, 2], routed_experts=True, max_new_tokens=5).going_on(
+    rest = request([1, 2], routed_experts=True, max_new_tokens=5).continued(
         [Prefix(0, np.array([9, 9], np.int32))]
     )
     # prompt, prefix, and 2 of 3 that are new
@@ -122,7 +122,7 @@ def test_what_goes_on_has_the_experts_of_its_prefix_too_and_room_for_the_rest_al
     with pytest.raises(ValueError, match="3 tokens, expected 1 to 2"):
         read(
             [one()],
-            request([1], max_new_tokens=4).going_on([Prefix(0, np.array([9, 9], np.int32))]),
+            request([1], max_new_tokens=4).continued([Prefix(0, np.array([9, 9], np.int32))]),
         )
 
 

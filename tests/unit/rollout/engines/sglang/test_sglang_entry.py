@@ -107,4 +107,4 @@ def test_stand_ins_come_behind_real_packages(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         entry.install_stubs()
     assert sys.path == ["/site-packages", f"{entry.HERE}/cpu"]
-    assert installed == ["stand_ins", "stand_ins"]
+    assert installed == ["stubs", "stubs"]

@@ -217,7 +217,7 @@ def test_what_is_too_long_a_prompt_to_go_on_is_cut_again(made, sent):
     """SGLang takes prompts a little shorter than prompt and response together."""
     server = Recorder()
     asked = request([1] * (LIMITS.prompt_tokens - 50), n=2, max_new_tokens=60)
-    rest = asked.going_on([Prefix(1, np.ones(made, np.int32))])
+    rest = asked.continued([Prefix(1, np.ones(made, np.int32))])
     completions = with_client(server, lambda client: Generation(client, LIMITS).one(rest))
     assert [(c.finish_reason, len(c.tokens)) for c in completions] == [
         ("length", 1) if sent else ("abort", 0)
@@ -240,7 +240,7 @@ def test_one_that_is_too_long_to_go_on_does_not_hold_the_others_up(through_route
         return web.json_response(answers[0] if alone else answers)
 
     asked = request([1] * (LIMITS.prompt_tokens - 50), n=4, max_new_tokens=60)
-    rest = asked.going_on(
+    rest = asked.continued(
         [
             Prefix(sample, np.full(made, sample, np.int32))
             for sample, made in ((0, 3), (1, 51), (3, 50))
@@ -264,7 +264,7 @@ def test_a_router_is_asked_for_the_rest_of_each_response():
         bodies.append(await asked.json())
         return web.json_response(completion_of([len(bodies)]))
 
-    rest = request([7], n=3).going_on(
+    rest = request([7], n=3).continued(
         [Prefix(0, np.array([4], np.int32)), Prefix(2, np.array([5, 6], np.int32))]
     )
     completions = with_client(

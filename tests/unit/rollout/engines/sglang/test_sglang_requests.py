@@ -63,7 +63,7 @@ def test_a_seed_is_a_function_of_the_address_alone():
 def test_what_goes_on_is_asked_for_behind_its_prefix():
     """As the sample that it is: its own seed, and no more tokens than it has left."""
     asked = request([3, 4], draw=7, n=4, max_new_tokens=9)
-    rest = asked.going_on(
+    rest = asked.continued(
         [Prefix(1, np.array([5, 6, 7], np.int32)), Prefix(3, np.zeros(0, np.int32))]
     )
     whole = body_of(asked)
@@ -167,7 +167,7 @@ def test_a_stop_pattern_matches_the_string_alone_and_looks_far_enough_back(text)
         (request([-1]), "outside"),
         (request([1], max_new_tokens=0), "max_new_tokens is 0"),
         (
-            request([1], max_new_tokens=2).going_on([Prefix(0, np.array([1, 2], np.int32))]),
+            request([1], max_new_tokens=2).continued([Prefix(0, np.array([1, 2], np.int32))]),
             "a prefix has all of max_new_tokens 2",
         ),
         (

@@ -71,10 +71,12 @@ ARMED = ("training.early_stopping=on", "training.target_kl=1")
     ],
 )  # fmt: skip
 def test_notes(load, overrides, noted):
-    assert [note.partition(":")[0] for note in load(*overrides).notes] == noted
+    assert [note.partition(":")[0] for note in load(*overrides).warnings] == noted
 
 
 def test_an_ignored_target_is_kept(load):
     loaded = load("training.target_kl=0.1")
     assert loaded.config.training.target_kl == 0.1
-    assert loaded.notes == ("training.target_kl: 0.1 is ignored: training.early_stopping is off",)
+    assert loaded.warnings == (
+        "training.target_kl: 0.1 is ignored: training.early_stopping is off",
+    )
