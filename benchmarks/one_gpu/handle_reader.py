@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlcore.weights import fingerprint
-from rollout.weight_sync.serialized import DEVICE
+from rollout.weight_sync.tensor import DEVICE
 
 ANSWER_S = 600.0  # the longest, with the start of the process; the section has its own limit
 WAITING_CYCLES = 40_000_000  # of the GPU's clock, about 20 ms

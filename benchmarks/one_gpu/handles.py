@@ -25,7 +25,7 @@ from torch import Tensor
 from rlcore.interfaces import RankAddress
 from rlcore.launch.engines import visible_names
 from rlcore.weights import Bucket, fingerprint
-from rollout.weight_sync.serialized import (
+from rollout.weight_sync.tensor import (
     SerializedSender,
     TensorTransport,
     by_handle,

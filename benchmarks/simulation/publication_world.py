@@ -34,9 +34,9 @@ from rlcore.interfaces import RankAddress
 from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns
 from rollout.fleet.publication import WeightPublication
-from rollout.weight_sync import links
+from rollout.weight_sync import distributed
+from rollout.weight_sync.distributed import DistributedTransport
 from rollout.weight_sync.groups.sender import Order
-from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress
 from tests.static_participants import StaticParticipants
 
@@ -279,7 +279,7 @@ def publish(buckets: Sequence[Bucket], **world: Any) -> Published:
         return await World(buckets, **world).publish()
 
     # simulated engines compute no digests, which a run would warn of
-    warnings = logging.getLogger(links.__name__)
+    warnings = logging.getLogger(distributed.__name__)
     before = warnings.level
     warnings.setLevel(logging.ERROR)
     try:

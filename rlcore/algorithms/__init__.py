@@ -33,27 +33,19 @@ from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
-from rlcore.algorithms.metrics import (
-    conversation_metrics,
-    explained_variance,
-    rollout_metrics,
-    staleness_metrics,
-)
 from rlcore.algorithms.moments import MetricSpec, Moments
+from rlcore.algorithms.normalization import NormalizationMode, normalize_advantages, whiten
 from rlcore.algorithms.plugins import Keyword
 from rlcore.algorithms.ragged import (
-    NormalizationMode,
     expand_to_tokens,
     group_count,
     group_index,
     group_mean_std,
     last_token_index,
-    normalize_advantages,
     segment_index,
     segment_lengths,
     segment_mean,
     segment_sum,
-    whiten,
 )
 from rlcore.algorithms.registry import (
     build_estimator,
@@ -66,6 +58,12 @@ from rlcore.algorithms.registry import (
     policy_loss_plugin,
     register_estimator,
     register_policy_loss,
+)
+from rlcore.algorithms.rollout_metrics import (
+    conversation_metrics,
+    explained_variance,
+    rollout_metrics,
+    staleness_metrics,
 )
 from rlcore.algorithms.scan import discounted_suffix_sum
 from rlcore.algorithms.token_hash import prompt_overlap, token_uniform

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlcore.algorithms.metrics import BATCH_METRICS, CONVERSATION_METRICS
 from rlcore.algorithms.moments import STREAMED_METRICS, MetricSpec
+from rlcore.algorithms.rollout_metrics import BATCH_METRICS, CONVERSATION_METRICS
 
 _ROWS = (
     # progress

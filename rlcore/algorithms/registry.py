@@ -32,6 +32,7 @@ from rlcore.algorithms.guard import (
     GuardedEstimator,
     GuardedPolicyLoss,
 )
+from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.algorithms.plugins import (
     REQUIRED,
     Keyword,
@@ -39,7 +40,6 @@ from rlcore.algorithms.plugins import (
     constructor_keywords,
     import_plugin,
 )
-from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.algorithms.reward_shaping import shaping_needs
 
 # Method names of other projects -> the settings that they stand for here.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlcore.algorithms.metrics import PREFIX, conversation_metrics
+from rlcore.algorithms.rollout_metrics import PREFIX, conversation_metrics
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY, EvaluationSet, evaluation_sets
 from rlcore.config.sections.reward import RewardConfig

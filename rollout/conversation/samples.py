@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.algorithms.metrics import DROPPED
+from rlcore.algorithms.rollout_metrics import DROPPED
 from rlcore.data.generation import Completion
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import (

@@ -13,10 +13,10 @@ from rlcore.errors import ConfigError
 from rlcore.interfaces import BucketSender, RolloutEngine
 from rollout.weight_sync.base import CopySender, CopyTransport, Transport
 from rollout.weight_sync.delta import DeltaSender, DeltaTransport
-from rollout.weight_sync.folders import DiskTransport, FolderSender, WeightFolders
+from rollout.weight_sync.disk import DiskTransport, FolderSender, WeightFolders
+from rollout.weight_sync.distributed import DistributedTransport
 from rollout.weight_sync.groups.sender import GroupSender
-from rollout.weight_sync.links import DistributedTransport
-from rollout.weight_sync.serialized import SerializedSender, TensorTransport
+from rollout.weight_sync.tensor import SerializedSender, TensorTransport
 
 
 def choose_transport(config: Config, engines: Sequence[RolloutEngine]) -> Transport:

@@ -23,7 +23,7 @@ from rlcore.weights import Bucket, TensorSpec, fingerprint
 from rollout.asyncio_utils import within
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.delta_codec import encode
-from rollout.weight_sync.folders import FolderSender, WeightFolders, keep_only, number_of
+from rollout.weight_sync.disk import FolderSender, WeightFolders, keep_only, number_of
 from rollout.weight_sync.follower import (
     CHANGES,
     POLL_S,

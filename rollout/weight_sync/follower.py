@@ -35,7 +35,7 @@ from rlcore.hf_folder import TensorOffset, find_tensors
 from rlcore.runs.files import write_atomic
 from rlcore.weights import fingerprint
 from rollout.weight_sync.delta_codec import DeltaError, apply
-from rollout.weight_sync.folders import number_of, published
+from rollout.weight_sync.disk import number_of, published
 
 POLL_S = 0.1
 _IN_USE = ".in_use"  # lock file in a local folder, held by its follower

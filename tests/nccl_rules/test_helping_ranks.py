@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from backends.megatron.weights import prefetch
+from rollout.weight_sync.distributed import EngineLink
 from rollout.weight_sync.groups.sender import GroupSender, Order
-from rollout.weight_sync.links import EngineLink
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup
 
 BUCKETS = 8

@@ -17,7 +17,7 @@ from server_kit import Served
 from rlcore.errors import EngineFailed
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.choose import shared_folder
-from rollout.weight_sync.folders import published
+from rollout.weight_sync.disk import published
 from rollout.weight_sync.follower import Manifest, keep_following
 from tests.one_rank import OneRank
 

@@ -28,9 +28,9 @@ from server_kit import Served
 
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
 from rlcore.interfaces import RankAddress
+from rollout.weight_sync.distributed import DistributedTransport
 from rollout.weight_sync.groups.sender import GroupSender
-from rollout.weight_sync.links import DistributedTransport
-from rollout.weight_sync.serialized import by_value
+from rollout.weight_sync.tensor import by_value
 from tests.man_in_the_middle import ManInTheMiddle
 
 LONG = list(range(1, 30)) * 3  # a prompt whose keys and values are worth caching

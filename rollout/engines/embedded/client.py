@@ -193,7 +193,7 @@ class RemoteEngine:
         await self._call("receive_bucket", {"index": index, "order": order})
 
     async def received_digests(self) -> list[str]:
-        """See `rollout.weight_sync.links.DistributedTransport`."""
+        """See `rollout.weight_sync.distributed.DistributedTransport`."""
         return [str(await self._call("received_digest"))]
 
     async def end_update(self) -> None:

@@ -290,7 +290,7 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """See `rollout.weight_sync.links.DistributedTransport`."""
+        """See `rollout.weight_sync.distributed.DistributedTransport`."""
         # recovery: a restarted server is in no group
         with suppress(EngineFailed):
             await self._leave_group()
@@ -341,7 +341,7 @@ class SGLangEngine:
         return await self._control("/update_weights_from_distributed", body, times=times)
 
     async def received_digests(self) -> list[str]:
-        """See `rollout.weight_sync.links.DistributedTransport`."""
+        """See `rollout.weight_sync.distributed.DistributedTransport`."""
         return read_digests(self.name, await self._receive((), patches.DIGESTS))
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:

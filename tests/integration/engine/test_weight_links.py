@@ -17,8 +17,8 @@ from rlcore.errors import EngineFailed, UserError
 from rlcore.interfaces import RankAddress
 from rollout.engines.embedded.client import VerbClient
 from rollout.engines.factories import Keys
+from rollout.weight_sync.distributed import DistributedTransport
 from rollout.weight_sync.groups.sender import GroupSender
-from rollout.weight_sync.links import DistributedTransport
 from tests.certificates import Authority
 from tests.listeners import addresses
 from tests.man_in_the_middle import ManInTheMiddle

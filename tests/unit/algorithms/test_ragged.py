@@ -17,7 +17,8 @@ from rlcore.algorithms import (
     segment_mean,
     segment_sum,
 )
-from rlcore.algorithms.ragged import PIECE, add_, mean_and_variance, pieces, whiten
+from rlcore.algorithms.normalization import whiten
+from rlcore.algorithms.ragged import PIECE, add_, mean_and_variance, pieces
 from rlcore.algorithms.scan import discounted_suffix_sum_
 
 from .helpers import LENGTHS, cu

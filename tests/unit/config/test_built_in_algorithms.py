@@ -24,7 +24,7 @@ from rlcore.algorithms import (
 )
 from rlcore.algorithms.corrections import CORRECTIONS, Correction, CorrectionLevel
 from rlcore.algorithms.estimators.ppo import PPO
-from rlcore.algorithms.ragged import NormalizationMode
+from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.config.built_in import ESTIMATORS, LOSSES
 from rlcore.config.checks.algorithm import DECOUPLED
 from rlcore.config.derived import COEFFICIENTS, built_in_passes

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync.base import Failures, Transport
 from rollout.weight_sync.delta import DeltaSender, DeltaTransport
-from rollout.weight_sync.folders import DiskTransport, FolderSender, WeightFolders
+from rollout.weight_sync.disk import DiskTransport, FolderSender, WeightFolders
 
 Weights = dict[str, torch.Tensor]
 

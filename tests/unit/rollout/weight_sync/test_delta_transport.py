@@ -25,7 +25,7 @@ from shared_folders import (
 
 from rlcore.errors import RunFailed
 from rollout.weight_sync import delta
-from rollout.weight_sync.folders import WeightFolders, published
+from rollout.weight_sync.disk import WeightFolders, published
 from rollout.weight_sync.follower import (
     CHANGES,
     REPORTS,

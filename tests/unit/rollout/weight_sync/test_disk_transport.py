@@ -23,7 +23,7 @@ from shared_folders import (
 
 from rlcore.errors import RunFailed
 from rollout.weight_sync.delta import DeltaSender, DeltaTransport
-from rollout.weight_sync.folders import DiskTransport, FolderSender, WeightFolders, published
+from rollout.weight_sync.disk import DiskTransport, FolderSender, WeightFolders, published
 from tests.limits import no_large_files
 
 Usage = namedtuple("Usage", "total used free")
@@ -135,7 +135,7 @@ async def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
 
     transport = by_disk(folders)
     await publish(transport, [Reader()], make_weights(0))
-    monkeypatch.setattr("rollout.weight_sync.folders.remove_tree", refuse)
+    monkeypatch.setattr("rollout.weight_sync.disk.remove_tree", refuse)
     assert await publish(transport, [Reader()], make_weights(1)) == {}
     assert names(folders) == ["update_000001", "update_000002"]
     assert "update_000001 could not be removed" in caplog.text

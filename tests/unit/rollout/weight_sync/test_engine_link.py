@@ -6,7 +6,7 @@ import asyncio
 
 from links_kit import ADDRESS, Engine
 
-from rollout.weight_sync.links import EngineLink
+from rollout.weight_sync.distributed import EngineLink
 from rollout.weight_sync.process_group import GroupAddress
 
 NO_GROUP = "it has no group"

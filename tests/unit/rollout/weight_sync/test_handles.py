@@ -25,8 +25,8 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.asyncio_utils import LoopThread
 from rollout.fleet.publication import WeightPublication
-from rollout.weight_sync import serialized
-from rollout.weight_sync.serialized import SerializedSender
+from rollout.weight_sync import tensor as serialized
+from rollout.weight_sync.tensor import SerializedSender
 from tests.one_rank import calls_of
 from tests.static_participants import StaticParticipants
 

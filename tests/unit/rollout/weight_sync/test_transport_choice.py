@@ -11,7 +11,7 @@ import torch
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import Bucket, TensorSpec
-from rollout.weight_sync import serialized as tensor
+from rollout.weight_sync import tensor
 from rollout.weight_sync.choose import choose_name
 from rollout.weight_sync.process_group import choose_backend
 

@@ -13,8 +13,8 @@ from patient_loop import LOOP_TIME, run_patiently
 
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync import links
-from rollout.weight_sync.links import DistributedTransport, EngineLink
+from rollout.weight_sync import distributed
+from rollout.weight_sync.distributed import DistributedTransport, EngineLink
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, WorkThread
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ BUCKETS = [Bucket(index, ()) for index in range(4)]
 
 @pytest.fixture(autouse=True)
 def time_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "time", LOOP_TIME)
+    monkeypatch.setattr(distributed, "time", LOOP_TIME)
 
 
 class Engine:
@@ -157,7 +157,7 @@ def test_an_engine_that_fails_while_the_next_call_is_posted_leaves_nothing() -> 
 
 def test_the_time_of_a_call_begins_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rank may be held up by another engine, which fails first."""
-    monkeypatch.setattr(links, "ENGINE_GRACE_S", 0.0)
+    monkeypatch.setattr(distributed, "ENGINE_GRACE_S", 0.0)
 
     async def use() -> None:
         engine = Engine()

@@ -29,8 +29,8 @@ from rlcore.algorithms import (
     value_clipped,
     value_loss,
 )
-from rlcore.algorithms.metrics import BATCH_METRICS
 from rlcore.algorithms.moments import STREAMED_METRICS
+from rlcore.algorithms.rollout_metrics import BATCH_METRICS
 
 from .helpers import cu
 
