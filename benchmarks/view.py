@@ -131,9 +131,7 @@ def _samples(rng: np.random.Generator, count: int) -> Iterator[Sample]:
 def served(run: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Serve the run by the command, in another process."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "rlcore", "view", str(run)],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "rlcore", "view", str(run)], stdout=subprocess.PIPE, text=True
     )
     kill = threading.Timer(STARTED_S, server.kill)
     kill.start()

@@ -233,11 +233,7 @@ def dry_run(args: argparse.Namespace) -> Iterable[str]:
     from rlcore.launch.commands.dryrun import dry_run as rehearse
 
     return rehearse(
-        loaded.config,
-        world=args.world,
-        ranks=args.rank,
-        skew=args.skew,
-        gpu_memory=args.gpu_memory,
+        loaded.config, world=args.world, ranks=args.rank, skew=args.skew, gpu_memory=args.gpu_memory
     )
 
 

@@ -76,12 +76,7 @@ SHAPES = {
 
 
 def write_model(
-    folder: Path,
-    shape: Shape,
-    dtype: torch.dtype,
-    *,
-    std: float = 0.02,
-    device: str = "cpu",
+    folder: Path, shape: Shape, dtype: torch.dtype, *, std: float = 0.02, device: str = "cpu"
 ) -> None:
     """A Hugging Face folder with weights N(0, std) and norms near 1.
 

@@ -46,13 +46,7 @@ FULL = Size(
     copied=2**32,
 )
 TOY = Size(
-    micro_tokens=256,
-    micro_batches=2,
-    longest=64,
-    rounds=2,
-    dtype="fp32",
-    matmul=512,
-    copied=2**20,
+    micro_tokens=256, micro_batches=2, longest=64, rounds=2, dtype="fp32", matmul=512, copied=2**20
 )
 
 

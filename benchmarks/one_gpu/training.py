@@ -16,11 +16,7 @@ def train(setting: Setting) -> Found:
     size = setting.size
     shape = SHAPES[setting.model]
     with random_trainer(
-        setting,
-        setting.model,
-        packs=size.micro_batches,
-        offload=True,
-        recompute=setting.recompute,
+        setting, setting.model, packs=size.micro_batches, offload=True, recompute=setting.recompute
     ) as made:
         batch = made.batch
         found.numbers["chosen"] = made.backend.describe()

@@ -20,11 +20,7 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.model.gpt import (
-        build_chunks,
-        in_dtype,
-        transformer_config,
-    )
+    from backends.megatron.model.gpt import build_chunks, in_dtype, transformer_config
     from backends.megatron.parallel.state import destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config

@@ -65,11 +65,7 @@ def build_engines(config: Config) -> list[RolloutEngine]:
 
 
 def engine_site(
-    config: Config,
-    *,
-    local_ranks: int,
-    logs: Path,
-    node: EngineNode | None = None,
+    config: Config, *, local_ranks: int, logs: Path, node: EngineNode | None = None
 ) -> EngineSite:
     """Describe this machine to engines that share it with `local_ranks` trainer processes.
 

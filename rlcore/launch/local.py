@@ -33,12 +33,7 @@ from rlcore.launch.environment import (
     store_prefix,
 )
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck
-from rlcore.launch.logs import (
-    LAST_LINES,
-    LAST_LINES_OF_A_STACK,
-    describe_failure,
-    rank_log_path,
-)
+from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe_failure, rank_log_path
 from rlcore.launch.run_folder import conclude_unless_written, result_mark, was_opened
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.stores import FolderStore, loopback_interface

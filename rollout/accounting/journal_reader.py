@@ -270,9 +270,7 @@ def _is_list(found: Any, *of: type) -> bool:
     return types == [*of] if len(of) > 1 else set(types) <= {*of}
 
 
-def transitions_of(
-    entry: Mapping[str, Any],
-) -> Iterator[tuple[Transition, int, int | str | None]]:
+def transitions_of(entry: Mapping[str, Any]) -> Iterator[tuple[Transition, int, int | str | None]]:
     """Yield the transition, draw and detail of each draw in an entry."""
     for transition in TRANSITIONS:
         draws = entry.get(transition, ())

@@ -24,12 +24,7 @@ FINISHED = -2
 REQUEUED = -3
 FAILED = -4
 FIRST_FILTER = -10  # dropped by filter k: FIRST_FILTER - k
-STATE_NAMES = {
-    IN_FLIGHT: "in flight",
-    FINISHED: "finished",
-    REQUEUED: "requeued",
-    FAILED: "failed",
-}
+STATE_NAMES = {IN_FLIGHT: "in flight", FINISHED: "finished", REQUEUED: "requeued", FAILED: "failed"}
 # number of draws that a snapshot packs into one string, once all of them are settled
 CHUNK = 1024
 MAX_DRAWS = 1 << 28  # limit of the run-length coded part: unsettled draws and a few settled ones

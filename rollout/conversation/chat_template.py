@@ -172,11 +172,7 @@ class ChatTemplate:
         return encode(self.tokenizer, [text], [self.where])[0]
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        *,
-        head: bool = False,
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, head: bool = False
     ) -> str:
         return render_chat(
             self.tokenizer,

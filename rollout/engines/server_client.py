@@ -47,13 +47,7 @@ class ServerClient:
     grace_s = 0.0
 
     def __init__(
-        self,
-        name: str,
-        url: str,
-        keys: Keys,
-        *,
-        config: EngineConfig,
-        tls: TLSConfig | None = None,
+        self, name: str, url: str, keys: Keys, *, config: EngineConfig, tls: TLSConfig | None = None
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")

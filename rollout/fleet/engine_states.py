@@ -48,11 +48,7 @@ class Event(StrEnum):
 TRANSITIONS: dict[State, dict[Event, State]] = {
     State.DEAD: {Event.START: State.STARTING},
     State.STARTING: {Event.UP: State.STALE, Event.FAIL: State.DEAD},
-    State.STALE: {
-        Event.DRAIN: State.DRAINING,
-        Event.LEAVE: State.LEAVING,
-        Event.FAIL: State.DEAD,
-    },
+    State.STALE: {Event.DRAIN: State.DRAINING, Event.LEAVE: State.LEAVING, Event.FAIL: State.DEAD},
     State.DRAINING: {
         Event.PUBLISHED: State.SERVING,
         Event.MISSED: State.STALE,

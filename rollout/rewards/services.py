@@ -21,15 +21,7 @@ from rlcore.data.tokenizer import leading_bos, load_tokenizer, render_chat
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.tls import client_context
 from rollout.json_client import JsonClient, NoAnswer
-from rollout.rewards.base import (
-    RewardFailure,
-    RewardPart,
-    Score,
-    Verdict,
-    attempted,
-    checked,
-    each,
-)
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, attempted, checked, each
 
 MAX_ANSWER_BYTES = 4 << 20
 RECORDED = 2000  # characters from the end of the judge's answer, recorded with the sample

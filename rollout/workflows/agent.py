@@ -214,10 +214,7 @@ def _check_command(command: Any, options: Mapping[str, Any]) -> None:
 
 
 async def run_command(
-    command: Sequence[str],
-    task: Task,
-    endpoint: Endpoint,
-    environment: Mapping[str, str],
+    command: Sequence[str], task: Task, endpoint: Endpoint, environment: Mapping[str, str]
 ) -> Any:
     """Run a program; the outcome is the JSON value on the last line of its standard output.
 

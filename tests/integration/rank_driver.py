@@ -125,11 +125,7 @@ def serve(given: dict[str, Any]) -> dict[str, Any]:
         job.wait()
     ended_at = time.monotonic()
     left = fork_server.orphans()
-    return {
-        "code": job.returncode,
-        "orphans": left,
-        "orphans_seconds": time.monotonic() - ended_at,
-    }
+    return {"code": job.returncode, "orphans": left, "orphans_seconds": time.monotonic() - ended_at}
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ def made(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.parametrize(
-    "stream",
-    [pytest.param(False, marks=pytest.mark.full), True],
-    ids=["whole", "streamed"],
+    "stream", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole", "streamed"]
 )
 def test_log_probs_are_those_of_a_forward_pass_whatever_the_program_does(
     workspace: Workspace, made: Path, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -339,10 +339,9 @@ def test_a_reward_that_fails_has_a_defined_score_and_is_counted(
     assert run.rows[1]["rollout/reward_timeouts"] == 1
     samples = read_rollouts(run.rollouts(1))
     assert [sample["reward"] for sample in samples[:6]] == 6 * [-0.5]
-    assert [sample["reward_parts"]["mine"] for sample in samples[6:]] == [
-        1.0,
-        1.0,
-    ], "the pool goes on"
+    assert [sample["reward_parts"]["mine"] for sample in samples[6:]] == [1.0, 1.0], (
+        "the pool goes on"
+    )
     log = (run.folder / "logs" / "rank_0.log").read_text()
     causes: set[str] = set()
     for sample, reason in zip(samples, WHY, strict=False):

@@ -10,14 +10,7 @@ import pytest
 from workspace import Workspace
 
 from rlcore.runs.rollouts import read_rollouts
-from tests.integration.calculator_kit import (
-    CALCULATOR,
-    ENV_RUN,
-    WARM,
-    make_data,
-    train,
-    warm_up,
-)
+from tests.integration.calculator_kit import CALCULATOR, ENV_RUN, WARM, make_data, train, warm_up
 from tests.timeline_checks import check_timeline
 
 GRPO = (

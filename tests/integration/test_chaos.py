@@ -18,13 +18,7 @@ from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.service import RolloutService
 
 STEPS = 11
-PLAN = {
-    2: (0, "SIGKILL"),
-    4: (1, "SIGSTOP"),
-    6: (0, "500"),
-    8: (1, "garbage"),
-    10: (0, "slow"),
-}
+PLAN = {2: (0, "SIGKILL"), 4: (1, "SIGSTOP"), 6: (0, "500"), 8: (1, "garbage"), 10: (0, "slow")}
 REASONS = {
     "SIGKILL": r"killed by SIGKILL",
     "SIGSTOP": r"did not answer",

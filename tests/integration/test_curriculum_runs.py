@@ -12,13 +12,7 @@ import pytest
 from rlcore.runs.directory import RunDirectory
 from rollout.accounting.audit import audit
 from rollout.accounting.journal_reader import read_journal
-from tests.integration.resume_runs import (
-    STEPS,
-    UPDATES,
-    Runs,
-    assert_same_run,
-    metrics_of,
-)
+from tests.integration.resume_runs import STEPS, UPDATES, Runs, assert_same_run, metrics_of
 
 CURRICULUM = ("data.curriculum={name: pass_rate, passes_at: 0.3, floor: 0.2}",)
 KILLS: list[dict[str, Any]] = [

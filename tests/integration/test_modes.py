@@ -120,8 +120,7 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("source", "step"),
-    [("trained", 2), ("with_critic", 2), ("conversations", 2)],
+    ("source", "step"), [("trained", 2), ("with_critic", 2), ("conversations", 2)]
 )
 def test_a_replayed_step_is_the_step(
     workspace: Workspace, source: str, step: int, request: pytest.FixtureRequest
@@ -141,11 +140,7 @@ def test_a_replayed_step_is_the_step(
 
 @pytest.mark.parametrize(
     ("source", "step"),
-    [
-        pytest.param("trained", 2, marks=pytest.mark.full),
-        ("with_critic", 2),
-        ("conversations", 2),
-    ],
+    [pytest.param("trained", 2, marks=pytest.mark.full), ("with_critic", 2), ("conversations", 2)],
 )
 def test_a_replay_without_sharing_is_the_step_but_for_round_off(
     workspace: Workspace, source: str, step: int, request: pytest.FixtureRequest

@@ -124,19 +124,14 @@ def settings(workspace: Workspace, model: Path, agent: Path, url: str) -> dict[s
     return {
         "run": {"name": "planted", "dir": str(workspace.folder / "runs"), "threads": 1},
         "model": {"path": str(model), "dtype": "fp32"},
-        "data": {
-            "paths": str(workspace.folder / "data" / "train.jsonl"),
-            "as_chat": True,
-        },
+        "data": {"paths": str(workspace.folder / "data" / "train.jsonl"), "as_chat": True},
         "policy": {"optimizer": {"lr": 1e-3}, "max_tokens_per_microbatch": 512},
         "rollout": {
             "prompts_per_step": 2,
             "samples_per_prompt": 2,
             "max_failed": 1.0,
             "sampling": {"max_new_tokens": 6},
-            "engine": {
-                "environment": {"PLAIN_NAME": f"{MARK}0a1b2c3d4e5f", "NCCL_DEBUG": "WARN"},
-            },
+            "engine": {"environment": {"PLAIN_NAME": f"{MARK}0a1b2c3d4e5f", "NCCL_DEBUG": "WARN"}},
             "workflow": {
                 "name": "agent",
                 "command": [sys.executable, str(agent), "--api-key", f"{MARK}-argument"],

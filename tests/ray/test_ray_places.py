@@ -21,10 +21,7 @@ from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-SHARES = (
-    "cluster.ray.rank_cpus=0.5",
-    "cluster.ray.engine_cpus=0.5",
-)
+SHARES = ("cluster.ray.rank_cpus=0.5", "cluster.ray.engine_cpus=0.5")
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,7 @@ def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) ->
     groups = check_timeline(run.folder, run.rows)
     assert {"rank 0", "rank 1", "engine engine-0", "rewards", "publication"} <= set(groups)
     assert seen[0].startswith("thin: step ")
-    assert [line.split()[0] for line in seen[1:]] == [
-        "restarts",
-        "rank",
-        "rank",
-        "engine-0",
-    ]
+    assert [line.split()[0] for line in seen[1:]] == ["restarts", "rank", "rank", "engine-0"]
 
 
 def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(
@@ -130,7 +125,7 @@ def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None
                 lambda going: said.append(
                     command("stop", "signalled", "--address", ray_runs.address)
                 ),
-            ),
+            )
         ],
     )
     assert run.code == 130

@@ -29,10 +29,7 @@ SGLANG = (
 
 def nodes_of(going: Going) -> dict[str, set[int]]:
     """The raylets above each part: a raylet is a node."""
-    parts = {
-        "ranks": going.rank_pids(),
-        "engine": [going.engine_pid()],
-    }
+    parts = {"ranks": going.rank_pids(), "engine": [going.engine_pid()]}
     return {part: {raylet_above(pid) for pid in pids} for part, pids in parts.items()}
 
 

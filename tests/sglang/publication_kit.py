@@ -138,10 +138,7 @@ def flatten(bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 def publish(
-    sink: OneRank,
-    weights: Weights,
-    version: int,
-    buckets: Sequence[Bucket] | None = None,
+    sink: OneRank, weights: Weights, version: int, buckets: Sequence[Bucket] | None = None
 ) -> None:
     """Publish in these buckets; else in several."""
     if buckets is None:

@@ -48,11 +48,7 @@ def publish_from(served: Served, tmp_path: Path, size: int, **layout: int) -> No
     told = json.loads((tmp_path / "world" / "told.json").read_text())
     assert [one["transport"] for one in told] == list(TRANSPORTS)
     for version, one in enumerate(told, 1):
-        assert one == one | {
-            "dropped": {},
-            "logprobs_agree": True,
-            "versions": [version],
-        }
+        assert one == one | {"dropped": {}, "logprobs_agree": True, "versions": [version]}
         assert one["buckets"] > 1
     assert folder_weights(models[0]).keys() == folder_weights(served.model).keys()
 

@@ -173,9 +173,7 @@ def test_validate_does_not_load_torch(there):
         " sys.exit(code or 7 * ('torch._C' in sys.modules))"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program, "validate", *there],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program, "validate", *there], capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     assert "# checks made" in ended.stdout

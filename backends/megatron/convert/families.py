@@ -233,15 +233,5 @@ GLM4_MOE = Family(
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (
-        LLAMA,
-        QWEN2,
-        MIMO,
-        QWEN3,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        MIXTRAL,
-        DEEPSEEK_V3,
-        GLM4_MOE,
-    )
+    for family in (LLAMA, QWEN2, MIMO, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
 }

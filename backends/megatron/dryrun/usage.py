@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 _OURS = ("/backends/megatron/", "/megatron/core/", "/rlcore/")
-_SKIPPED = (
-    "/megatron/dryrun/",
-    "/megatron/cpu/shim.py",
-    "/rlcore/cli.py",
-    "/commands/dryrun.py",
-)
+_SKIPPED = ("/megatron/dryrun/", "/megatron/cpu/shim.py", "/rlcore/cli.py", "/commands/dryrun.py")
 
 
 @dataclass(frozen=True)

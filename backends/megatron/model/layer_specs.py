@@ -90,12 +90,7 @@ class TEAttention(MegatronModule):
         self.attention = TEDotProductAttention(config, *args, **kwargs)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *args: Any,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
+        self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> Tensor:
         """q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]."""
         packed = packed_seq_params

@@ -105,9 +105,7 @@ def _evaluate(
     if resolved_by_launcher() is None:
         check_model(config, sync.world_size)
     handles = sync.run_on_rank0(
-        "reading the data",
-        lambda: open_handles(config, stack, service=service),
-        timeout_s=start_s,
+        "reading the data", lambda: open_handles(config, stack, service=service), timeout_s=start_s
     )
     backend = _policy_only(config, process, stack)
     sharing = build_gpu_sharing(config, process, backend, handles)

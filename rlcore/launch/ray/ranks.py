@@ -100,11 +100,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        group: PlacementGroup,
-        loaded: Loaded,
-        tick: Callable[[], None],
+        self, cluster: Cluster, group: PlacementGroup, loaded: Loaded, tick: Callable[[], None]
     ) -> None:
         self._cluster = cluster
         self._group = group
@@ -175,10 +171,7 @@ class Ranks:
         """Run all ranks to their end, or return a failure, which ends the run, at once."""
         for rank, actor in enumerate(self.actors):
             environment = rank_environment(
-                rank,
-                self._count,
-                local_rank=rank % self._per_node,
-                local_world_size=self._per_node,
+                rank, self._count, local_rank=rank % self._per_node, local_world_size=self._per_node
             )
             # The driver holds the store, so no rank chooses a port.
             environment |= {

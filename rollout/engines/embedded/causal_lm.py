@@ -178,10 +178,7 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
         # In fp32, then cast: from_config would set the process's default dtype, under the feet of
         # other threads.
         module = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION,
-            trust_remote_code=False,
+            config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
         )
     # The buffers are not cast: the bias of a router is fp32 in any model.
     for parameter in module.parameters():

@@ -123,10 +123,7 @@ class SGLangEngine:
                 name, self.config.router_url, self._keys, config=self.config, tls=self._tls
             )
             self._generation = Generation(
-                self._router,
-                self._generation.limits,
-                through_router=True,
-                mark=self._mark,
+                self._router, self._generation.limits, through_router=True, mark=self._mark
             )
         info = await self._running.get("/server_info")
         try:

@@ -191,12 +191,7 @@ def use_store_at_one_address() -> None:
             descriptor = listener.detach()
         yield (
             TCPStore(
-                parts.hostname,
-                parts.port,
-                size,
-                rank == 0,
-                timeout,
-                master_listen_fd=descriptor,
+                parts.hostname, parts.port, size, rank == 0, timeout, master_listen_fd=descriptor
             ),
             rank,
             size,

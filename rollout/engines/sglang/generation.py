@@ -53,12 +53,7 @@ class Generation:
     """
 
     def __init__(
-        self,
-        client: ServerClient,
-        limits: Limits,
-        *,
-        through_router: bool = False,
-        mark: str = "",
+        self, client: ServerClient, limits: Limits, *, through_router: bool = False, mark: str = ""
     ) -> None:
         self.client = client
         self.limits = limits

@@ -123,8 +123,7 @@ class GroupSender(BucketSender):
     def _join(self, order: Order, address: GroupAddress, store: dist.Store | None) -> None:
         """Join a group in a thread, which waits for the other ranks."""
         self._joining[order.engine] = start_thread(
-            lambda: WeightGroup(address, order.rank, device=self._device, store=store),
-            self._device,
+            lambda: WeightGroup(address, order.rank, device=self._device, store=store), self._device
         )
 
     def enter(self, answers: Mapping[int, Any]) -> None:

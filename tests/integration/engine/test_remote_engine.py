@@ -248,8 +248,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path):
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(
-        DeadlineExceeded,
-        match=r"engine frozen did not answer /progress within 2 s \(rollout",
+        DeadlineExceeded, match=r"engine frozen did not answer /progress within 2 s \(rollout"
     ):
         run(loop, frozen.progress())
     assert time.monotonic() - began < 18  # less than `request_timeout_s`

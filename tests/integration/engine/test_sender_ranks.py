@@ -259,10 +259,7 @@ def test_ranks_are_in_the_group_of_one_engine_together(trainer: Trainer) -> None
 
 @pytest.mark.parametrize(
     ("trainer", "how"),
-    [
-        (TOGETHER, signal.SIGKILL),
-        ({**TOGETHER, "update_s": HANGS_S}, signal.SIGSTOP),
-    ],
+    [(TOGETHER, signal.SIGKILL), ({**TOGETHER, "update_s": HANGS_S}, signal.SIGSTOP)],
     indirect=["trainer"],
 )
 def test_an_engine_of_several_ranks_that_dies_or_hangs_is_out_and_the_other_goes_on(

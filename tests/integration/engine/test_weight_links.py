@@ -220,11 +220,7 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
         engines[0]._tls = stranger  # its client, from now on
         await engines[0]._hang_up()
         engines[0]._client = VerbClient(
-            engines[0].name,
-            engines[0].url,
-            Keys("a", "b"),
-            config=engines[0].config,
-            tls=stranger,
+            engines[0].name, engines[0].url, Keys("a", "b"), config=engines[0].config, tls=stranger
         )
         with pytest.raises(UserError, match=r"127\.0\.0\.1 is not accepted by .*stranger\.pem"):
             await engines[0].health()

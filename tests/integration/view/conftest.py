@@ -124,8 +124,5 @@ def reading(browser: Any, url: str, **options: Any) -> Iterator[Reader]:
 @contextmanager
 def browsing(browser: Any, *runs: Path, follow: bool = False, **options: Any) -> Iterator[Reader]:
     """Serve runs and open their page."""
-    with (
-        serving(*runs, follow=follow) as server,
-        reading(browser, server.url, **options) as reader,
-    ):
+    with serving(*runs, follow=follow) as server, reading(browser, server.url, **options) as reader:
         yield reader

@@ -15,13 +15,7 @@ import pytest
 
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout import asyncio_utils as deadlines
-from rollout.asyncio_utils import (
-    DaemonExecutor,
-    LoopThread,
-    gather_or_cancel,
-    in_thread,
-    within,
-)
+from rollout.asyncio_utils import DaemonExecutor, LoopThread, gather_or_cancel, in_thread, within
 
 LIMIT_S = 20
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algorithms import (
-    build_policy_loss,
-    loss_weights,
-    normalize_advantages,
-)
+from rlcore.algorithms import build_policy_loss, loss_weights, normalize_advantages
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import RunFailed

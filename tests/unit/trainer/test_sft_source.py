@@ -175,8 +175,7 @@ def test_every_turn_of_the_assistant_is_trained(write_rows, chat_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("data", "trained"),
-    [({"train_turns": "last"}, "7<eos>"), ({"add_eos": False}, "37")],
+    ("data", "trained"), [({"train_turns": "last"}, "7<eos>"), ({"add_eos": False}, "37")]
 )
 def test_which_turns_and_ends_are_trained(write_rows, chat_tokenizer, data, trained):
     path = write_rows([{"messages": chat("1+2", "3", "3+4", "7")}])

@@ -98,11 +98,7 @@ ASKED_AS_WRITTEN = [
 WRITTEN = {"plain": PLAIN, "inline": THOUGHTS, "field": FIELDS}
 # What a template cannot be given: gpt-oss has thoughts as fields alone, the other is asked not to
 # think.
-NOT_GIVEN = {
-    ("gptoss", "inline"),
-    ("qwen3_5_nothink", "inline"),
-    ("qwen3_5_nothink", "field"),
-}
+NOT_GIVEN = {("gptoss", "inline"), ("qwen3_5_nothink", "inline"), ("qwen3_5_nothink", "field")}
 CASES = [
     (name, kind) for name in ASKED_AS_WRITTEN for kind in WRITTEN if (name, kind) not in NOT_GIVEN
 ]

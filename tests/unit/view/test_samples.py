@@ -33,9 +33,7 @@ def _scalars(rng: np.random.Generator, k: int) -> Scalars:
 
 
 @pytest.fixture(scope="module")
-def run(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Known]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     """A run in a folder whose name looks like a pattern, and its rows, newest step first.
 
     Its first ten steps are merged by fives.

@@ -91,12 +91,7 @@ FULL = "{recompute_granularity: full, recompute_method: block, recompute_num_lay
     ],
 )  # fmt: skip
 def test_the_keys_stand_for_the_fastest_layout(
-    plan,
-    capsys,
-    tmp_path: Path,
-    model: str,
-    counts: tuple[int, int | None],
-    given: tuple[str, ...],
+    plan, capsys, tmp_path: Path, model: str, counts: tuple[int, int | None], given: tuple[str, ...]
 ) -> None:
     """`validate` takes them, and a plan with them, and without counts, gives the same answer."""
     trainer, engines = counts

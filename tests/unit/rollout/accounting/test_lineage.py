@@ -104,12 +104,7 @@ def test_incarnations_and_their_steps_do_not_go_back() -> None:
     assert list(check_versions([*RUN, Version(13, 5, 2)])) == [], (
         "the same weights, to engines that have lost them"
     )
-    wrong = [
-        Version(1, 1, 0),
-        Version(2, 0, 0),
-        Version(3, 1, 1),
-        Version(4, 1, 0),
-    ]
+    wrong = [Version(1, 1, 0), Version(2, 0, 0), Version(3, 1, 1), Version(4, 1, 0)]
     assert list(check_versions(wrong)) == [
         "version 2 has the weights of step 0, the one before those of 1",
         "version 4 is of incarnation 0, the one before of 1",

@@ -149,11 +149,7 @@ def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
         (transition, detail)
         for _, transition, detail, rewound in history.life(7)
         if rewound is None
-    ] == [
-        ("drawn", None),
-        ("finished", None),
-        ("requeued", "rolled_back"),
-    ]
+    ] == [("drawn", None), ("finished", None), ("requeued", "rolled_back")]
 
 
 def test_a_group_is_adopted_whatever_the_ledger_says_of_its_draw():

@@ -240,10 +240,7 @@ def readings(
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=300, deadline=None)
-@given(
-    data=st.data(),
-    head=st.sampled_from(["", "<think>hm</think>"]),
-)
+@given(data=st.data(), head=st.sampled_from(["", "<think>hm</think>"]))
 def test_what_runs_stands_whole_in_what_the_model_wrote(
     name: str, data: st.DataObject, head: str
 ) -> None:

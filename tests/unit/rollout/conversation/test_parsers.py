@@ -28,11 +28,7 @@ TOOLS = [
                     "city": {"type": "string", "description": "where"},
                     "days": {"type": "integer", "description": "how long"},
                     "exact": {"type": "boolean", "description": "how"},
-                    "of": {
-                        "type": "array",
-                        "items": {"type": "string"},
-                        "description": "what",
-                    },
+                    "of": {"type": "array", "items": {"type": "string"}, "description": "what"},
                 },
                 "required": ["city"],
             },

@@ -235,8 +235,7 @@ OLD_VERSION = each(
     ),
 )
 NEXT_VERSION = each(
-    EmbeddedEngine,
-    lambda one: replace(one, versions=(VersionSpan(99, 0, len(one.tokens)),)),
+    EmbeddedEngine, lambda one: replace(one, versions=(VersionSpan(99, 0, len(one.tokens)),))
 )
 
 

@@ -120,10 +120,7 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
         assert site.dispatcher.retried == 10
 
     on_site(
-        "ab",
-        use,
-        progress_timeout_s=0.3 if fault == "hangs" else 10.0,
-        restart={"backoff_s": 30.0},
+        "ab", use, progress_timeout_s=0.3 if fault == "hangs" else 10.0, restart={"backoff_s": 30.0}
     )
 
 
@@ -166,10 +163,7 @@ async def test_an_engine_that_answers_what_cannot_be_is_replaced(site, request_o
         logprobs = changes.get("logprobs", [-1.0] * len(tokens))
         versions = changes.get("versions", (VersionSpan(1, 0, len(tokens)),))
         made = replace(
-            one,
-            tokens=tokens,
-            logprobs=np.array(logprobs, dtype=np.float32),
-            versions=versions,
+            one, tokens=tokens, logprobs=np.array(logprobs, dtype=np.float32), versions=versions
         )
         return [[made]]
 

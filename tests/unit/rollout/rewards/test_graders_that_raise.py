@@ -15,14 +15,7 @@ from user_rewards import EXCEPTIONS
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.data.sample import Sample
 from rollout.rewards import scorer as scorers
-from rollout.rewards.base import (
-    LocalPart,
-    RewardPart,
-    Score,
-    Verdict,
-    each,
-    workflow_outcome,
-)
+from rollout.rewards.base import LocalPart, RewardPart, Score, Verdict, each, workflow_outcome
 from rollout.rewards.graders import code
 from rollout.rewards.graders.code import CodePart
 from rollout.rewards.services import JudgePart, ServicePart

@@ -88,8 +88,7 @@ def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample, only_wh
     batch = [sample("hang"), sample("fine"), sample("fine"), sample("bool")]
     start = time.monotonic()
     (counts,) = score(
-        {**parts(f="user_rewards:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1},
-        batch,
+        {**parts(f="user_rewards:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1}, batch
     )
     assert time.monotonic() - start < 120
     assert [s.reward for s in batch] == [-1.0, 1.0, 1.0, 1.0]

@@ -291,8 +291,7 @@ BUSY = {"text": "busy", "headers": {"Retry-After": "0"}}
 
 
 @pytest.mark.parametrize(
-    "busy",
-    [PAGE, *((web.Response, {"status": status, **BUSY}) for status in (408, 429, 500, 503))],
+    "busy", [PAGE, *((web.Response, {"status": status, **BUSY}) for status in (408, 429, 500, 503))]
 )
 def test_trouble_that_passes_is_asked_again(sample: MakeSample, busy: Any) -> None:
     handler, asked = in_turn(busy, busy, RIGHT)

@@ -21,12 +21,7 @@ from rollout.weight_sync import process_group
 from rollout.weight_sync.distributed import DistributedTransport
 from rollout.weight_sync.groups import sender as sender_module
 from rollout.weight_sync.groups.sender import GroupSender
-from rollout.weight_sync.process_group import (
-    GroupAddress,
-    WeightGroup,
-    own_address,
-    start_thread,
-)
+from rollout.weight_sync.process_group import GroupAddress, WeightGroup, own_address, start_thread
 
 
 def other_addresses() -> list[str]:

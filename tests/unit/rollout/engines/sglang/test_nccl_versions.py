@@ -76,9 +76,7 @@ def test_an_interpreter_that_does_not_tell_is_named(
         asyncio.run(check_nccl(interpreter(tmp_path / "theirs", body), sys.executable))
 
 
-def test_the_question_is_for_the_library_that_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_question_is_for_the_library_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the one that torch was compiled with, which a replaced package does not change."""
 
     def tell(number: Any) -> None:

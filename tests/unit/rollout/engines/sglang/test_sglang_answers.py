@@ -193,10 +193,7 @@ CORRUPT = {
         [one(output_token_logprobs=[[-1.0, 9, None]] * 3)],
         "not the 3 of the response",
     ),
-    "log-probs as text": (
-        [one(output_token_logprobs=rows("a", "b", "c"))],
-        "must be real number",
-    ),
+    "log-probs as text": ([one(output_token_logprobs=rows("a", "b", "c"))], "must be real number"),
     "never published": ([one(versions=(("default", 0, 3),))], "invalid literal for int.*default"),
     "a gap": ([one(versions=((4, 0, 1), (5, 2, 3)))], "do not cover 3 tokens"),
     "too short": ([one(versions=((4, 0, 2),))], "do not cover 3 tokens"),

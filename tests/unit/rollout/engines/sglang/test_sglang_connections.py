@@ -29,10 +29,7 @@ CHUNKED = (
     [
         (saying(*(bytes([byte]) for byte in answer(b"ok")), pause_s=0), "ok"),
         (saying(CHUNKED, b"3\r\n[1,\r", b"\n2;a=b\r\n2]\r\n0\r\n", b"Trailer: 1\r\n\r\n"), [1, 2]),
-        (
-            saying(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\n\r\n" + answer(b"ok")),
-            "ok",
-        ),
+        (saying(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\n\r\n" + answer(b"ok")), "ok"),
         (saying(b"HTTP/1.1 204 No Content\r\n\r\n"), None),
         (saying(b"HTTP/1.0 200 OK\r\n\r\nall ", b"of it", close=True), "all of it"),
         (lambda *_: answer(b"a" * 30_000_000), "a" * 30_000_000),
@@ -146,13 +143,7 @@ def test_every_caller_gets_its_own_answer():
         saying(answer(b"ok"), b"garbage"),
         saying(answer(b"ok"), close=True),
     ],
-    ids=[
-        "close",
-        "http-1.0",
-        "two",
-        "garbage-while-idle",
-        "closed-while-idle",
-    ],
+    ids=["close", "http-1.0", "two", "garbage-while-idle", "closed-while-idle"],
 )
 def test_a_connection_that_is_not_used_again(script):
     async def use(client, server):
