@@ -320,7 +320,7 @@ MUTANTS = [
     ("a reward call that is given up leaves its answer to the next", "rollout/rewards/pool.py",
      "            # an unread answer would be taken for the answer to the next call\n            await self.kill()\n", "",
      U + "rollout/rewards/test_workers.py::test_a_call_that_was_given_up_answers_no_other"),
-    ("a process group that comes together too late stays open", "rollout/weight_sync/groups/sender.py",
+    ("a process group that comes together too late stays open", "rollout/weight_sync/sender.py",
      "        for joining in self._joining.values():\n            joining.add_done_callback(close_late)\n", "",
      U + "rollout/weight_sync/test_weight_links_alone.py::test_a_group_that_comes_together_after_it_was_given_up_is_closed"),
     ("the embedded engine goes on for nobody", "rollout/engines/embedded/engine.py", "            gate.abandon(ticket)\n            raise", "            raise",

@@ -36,8 +36,8 @@ from rollout.engines.bucket_turns import BucketTurns
 from rollout.fleet.publication import WeightPublication
 from rollout.weight_sync import distributed
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups.sender import Order
 from rollout.weight_sync.process_group import GroupAddress
+from rollout.weight_sync.sender import Order
 from tests.static_participants import StaticParticipants
 
 NODE = 8  # ranks of the trainer, each with a network card

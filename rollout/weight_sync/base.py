@@ -1,6 +1,6 @@
 """The seam between a publication and the transports that carry its bytes.
 
-A transport has two halves in one file: a `Transport` on the engines' event loop, and a
+A transport has two halves: a `Transport` on the engines' event loop, and a
 `rlcore.interfaces.BucketSender` on each rank of the trainer that its `orders` name. It is chosen
 once for a run. The methods of the engines' half run one at a time, in this order:
 

@@ -15,7 +15,7 @@ from rollout.weight_sync.base import CopySender, CopyTransport, Transport
 from rollout.weight_sync.delta import DeltaSender, DeltaTransport
 from rollout.weight_sync.disk import DiskTransport, FolderSender, WeightFolders
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.sender import GroupSender
 from rollout.weight_sync.tensor import SerializedSender, TensorTransport
 
 

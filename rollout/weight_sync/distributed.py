@@ -22,11 +22,11 @@ from rlcore.deadlines import CANCEL_S, ENGINE_GRACE_S, GROUP_JOIN_S
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import Orders
 from rlcore.weights import Bucket
+from rollout.weight_sync.assignment import SenderAssignment
 from rollout.weight_sync.base import CALLS_AT_ONCE, Engine, Failures, Transport, ask, describe
 from rollout.weight_sync.digests import new_order
-from rollout.weight_sync.groups.assignment import SenderAssignment
-from rollout.weight_sync.groups.sender import Order, read_address
 from rollout.weight_sync.process_group import Backend, choose_backend
+from rollout.weight_sync.sender import Order, read_address
 
 NOT_LOADED = "not loaded: "  # SGLang's ranks send this with a reason, instead of a digest
 NOT_VERIFIED = (

@@ -25,8 +25,8 @@ import torch
 
 from backends.megatron.weights import prefetch
 from rollout.weight_sync.distributed import EngineLink
-from rollout.weight_sync.groups.sender import GroupSender, Order
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup
+from rollout.weight_sync.sender import GroupSender, Order
 
 BUCKETS = 8
 FLAT = torch.zeros(1, dtype=torch.uint8)

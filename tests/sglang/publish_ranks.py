@@ -44,8 +44,8 @@ from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.publication import WeightPublication
+from rollout.weight_sync.assignment import SenderAssignment
 from rollout.weight_sync.choose import make_sender
-from rollout.weight_sync.groups.assignment import SenderAssignment
 from tests.one_rank import calls_of
 from tests.parity.rank_main import joined, load_chunks
 from tests.parity.rank_main import payload as payload_of

@@ -29,7 +29,7 @@ from server_kit import Served
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
 from rlcore.interfaces import RankAddress
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.sender import GroupSender
 from rollout.weight_sync.tensor import by_value
 from tests.man_in_the_middle import ManInTheMiddle
 

@@ -24,9 +24,9 @@ from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.trainer.weight_publisher import AGAIN, DONE, WeightPublisher
 from rlcore.weights import Bucket
 from rollout.fleet.publication import WeightPublication
-from rollout.weight_sync.groups import sender as sender_module
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync import sender as sender_module
 from rollout.weight_sync.process_group import WeightGroup
+from rollout.weight_sync.sender import GroupSender
 from tests.one_rank import calls_of
 from tests.static_participants import StaticParticipants
 

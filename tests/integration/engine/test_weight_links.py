@@ -18,7 +18,7 @@ from rlcore.interfaces import RankAddress
 from rollout.engines.embedded.client import VerbClient
 from rollout.engines.factories import Keys
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.sender import GroupSender
 from tests.certificates import Authority
 from tests.listeners import addresses
 from tests.man_in_the_middle import ManInTheMiddle

@@ -25,7 +25,7 @@ from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.sender_ranks import PublicationCalls, SenderRanks
 from rlcore.trainer.weight_publisher import AGAIN, DONE, WeightPublisher
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.sender import GroupSender
 
 RANKS = 4
 ORDERS = {0: "digest", 1: "serve a", 3: "serve b and c"}  # rank 2 serves nobody

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollout.weight_sync.groups.sender import Order
 from rollout.weight_sync.process_group import GroupAddress, WorkThread
+from rollout.weight_sync.sender import Order
 
 CPU = torch.device("cpu")
 ADDRESS = {

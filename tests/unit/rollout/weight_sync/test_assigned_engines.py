@@ -10,7 +10,7 @@ from links_kit import Engine
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import RankAddress
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups.sender import Order
+from rollout.weight_sync.sender import Order
 
 
 def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:

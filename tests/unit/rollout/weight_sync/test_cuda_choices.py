@@ -26,10 +26,9 @@ from rlcore.interfaces import RankAddress
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync import process_group as weight_group
+from rollout.weight_sync import sender as sender_module
 from rollout.weight_sync import tensor
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups import sender as sender_module
-from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.process_group import (
     SHARED_GPU,
     GroupAddress,
@@ -38,6 +37,7 @@ from rollout.weight_sync.process_group import (
     make_group,
     start_thread,
 )
+from rollout.weight_sync.sender import GroupSender
 from rollout.weight_sync.tensor import (
     BYTES,
     COUNTER,

@@ -17,7 +17,7 @@ from rlcore.weights import TensorSpec, cut_buckets
 from rollout.weight_sync import digests
 from rollout.weight_sync.digests import DIGITS, KINDS, PIECE, ROW, Digest, new_order
 from rollout.weight_sync.distributed import DistributedTransport, difference
-from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.sender import GroupSender
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 7, ROW - 1, ROW, ROW * 3 + 6, 2 * PIECE + 4321)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from links_kit import ADDRESS, CPU, FLAT, Group, group, order_for
 
+from rollout.weight_sync import sender as sender_module
 from rollout.weight_sync.digests import Digest, new_order
-from rollout.weight_sync.groups import sender as sender_module
-from rollout.weight_sync.groups.sender import GroupSender, Order
 from rollout.weight_sync.process_group import GroupAddress, WorkThread
+from rollout.weight_sync.sender import GroupSender, Order
 
 
 def sender_to(rank: int = 0, **groups: Any) -> GroupSender:

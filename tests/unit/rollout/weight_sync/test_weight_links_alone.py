@@ -18,10 +18,10 @@ from rlcore.interfaces import RankAddress
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync import process_group
+from rollout.weight_sync import sender as sender_module
 from rollout.weight_sync.distributed import DistributedTransport
-from rollout.weight_sync.groups import sender as sender_module
-from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, own_address, start_thread
+from rollout.weight_sync.sender import GroupSender
 
 
 def other_addresses() -> list[str]:

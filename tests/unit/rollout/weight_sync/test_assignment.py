@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from rlcore.interfaces import RankAddress
-from rollout.weight_sync.groups.assignment import SenderAssignment, shares
+from rollout.weight_sync.assignment import SenderAssignment, shares
 
 TWO_NODES = ["a"] * 2 + ["b"] * 2
 
