@@ -246,9 +246,8 @@ class RemoteEngine:
                 raise
             await raise_explained(error, self._server)
         except (LookupError, TypeError) as error:
-            raise EngineFailed(
-                f"engine {self.name}: /{verb} was answered with nonsense: {error!r}"
-            ) from error
+            said = f"/{verb} was answered with nonsense (HTTP 200): {str(answer)[:80]!r}"
+            raise EngineFailed(f"engine {self.name}: {said}") from error
 
 
 class VerbClient(ServerClient):
