@@ -214,8 +214,8 @@ def assert_close_run(
 ) -> None:
     """To round-off: every metric of every step, and every weight.
 
-    `sampled` metrics are measured on a part of the tokens, which depends on the layout: these are
-    as large to a half.
+    `sampled` metrics are measured on a part of the tokens, which depends on the layout: they may
+    differ by half.
     """
     rows = metrics_of(run)
     expected = metrics_of(reference)

@@ -102,13 +102,13 @@ def test_a_server_that_makes_tokens_is_left_alone(served: Served, seconds: float
 def test_a_request_whose_time_is_up_keeps_its_tokens_and_its_server(
     served: Served, seconds: float
 ) -> None:
-    """The scheduler stands still from tokens of each sample until the time is up."""
+    """The scheduler is stopped when every sample has tokens, and until the time is up."""
 
     async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
         scheduler = appeared(served.server.pid, "sglang::scheduler")
         whole = longest(engine)
         slow = asyncio.ensure_future(dispatcher.one(request(3, whole, n=16)))
-        # as many steps of decoding as it takes until all are among those that decode
+        # until each of the 16 samples has about 20 tokens
         await served.until_used(16 * 20)
         os.kill(scheduler, signal.SIGSTOP)
         try:
