@@ -81,13 +81,13 @@ MUTANTS = [
     # the guard
     ("KL scaled in place", A + "reward_shaping.py", 'require(inputs.kl, "kl"), -kl_coef)',
      'require(inputs.kl, "kl").mul_(-kl_coef))', "test_estimators.py::test_the_kl_stays_raw test_rollout_metrics.py::test_the_logged_kl_is_the_raw_kl"),
-    ("estimators work on the batch itself", A + "guard.py", "name: value.detach().clone(memory_format=torch.contiguous_format)", "name: value",
+    ("estimators work on the batch itself", A + "plugin_guard.py", "name: value.detach().clone(memory_format=torch.contiguous_format)", "name: value",
      "test_guard.py::test_a_write_is_an_error_and_does_not_reach_the_batch"),
-    ("writes past the version counter go unseen", A + "guard.py", "or not _same_bits(copies[name], given[name])", "",
+    ("writes past the version counter go unseen", A + "plugin_guard.py", "or not _same_bits(copies[name], given[name])", "",
      "test_guard.py::test_a_write_is_an_error_and_does_not_reach_the_batch"),
-    ("undeclared fields handed over", A + "guard.py", "for name in present if name in self.takes", "for name in present",
+    ("undeclared fields handed over", A + "plugin_guard.py", "for name in present if name in self.takes", "for name in present",
      "test_registry.py::test_an_import_path_needs_no_decorator"),
-    ("infinite advantages pass", A + "guard.py", "bad = (~torch.isfinite(value)).nonzero()", "bad = torch.isnan(value).nonzero()",
+    ("infinite advantages pass", A + "plugin_guard.py", "bad = (~torch.isfinite(value)).nonzero()", "bad = torch.isnan(value).nonzero()",
      "test_estimators_magnitudes.py::test_a_teacher_that_rules_a_token_out_is_an_error_that_names_the_sequence"),
     # GAE
     ("lambda left out of the decay", E + "ppo.py", "self.gamma * self.lam)", "self.gamma)", BY_HAND),

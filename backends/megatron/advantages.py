@@ -13,7 +13,7 @@ import torch.distributed as dist
 from backends.megatron.parallel.agreement import broadcast_json, raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
-from rlcore.algorithms.guard import SOURCES
+from rlcore.algorithms.plugin_guard import SOURCES
 from rlcore.algorithms.types import symbol_of
 from rlcore.config import Config
 from rlcore.config.checks.algorithm import coefficient_ignored, reward_terms

@@ -29,12 +29,12 @@ from rlcore.algorithms.errors import (
     UnknownNameError,
 )
 from rlcore.algorithms.estimators.groups import GroupedReturns
-from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
 from rlcore.algorithms.moments import MetricSpec, Moments
 from rlcore.algorithms.normalization import NormalizationMode, normalize_advantages, whiten
+from rlcore.algorithms.plugin_guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.plugins import Keyword
 from rlcore.algorithms.ragged import (
     expand_to_tokens,

@@ -22,7 +22,8 @@ from rlcore.algorithms.errors import (
     UnknownNameError,
     known_names,
 )
-from rlcore.algorithms.guard import (
+from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.algorithms.plugin_guard import (
     ESTIMATOR_ALWAYS,
     ESTIMATOR_OPTIONAL,
     ESTIMATOR_WHERE_GIVEN,
@@ -32,7 +33,6 @@ from rlcore.algorithms.guard import (
     GuardedEstimator,
     GuardedPolicyLoss,
 )
-from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.algorithms.plugins import (
     REQUIRED,
     Keyword,

@@ -26,7 +26,7 @@ from rlcore.algorithms import (
     estimator_plugin,
     policy_loss_keywords,
 )
-from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
+from rlcore.algorithms.plugin_guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.plugins import check_keywords, import_plugin
 from rlcore.config import Config
 from rlcore.config.checks.algorithm import coefficient_ignored, sum_ignored

@@ -41,7 +41,7 @@ from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import ProcessLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
-from rlcore.runs.state import seed_rng
+from rlcore.runs.state_codec import seed_rng
 from rlcore.stores import FolderStore, Store, few_store_requests, keys_under
 from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync

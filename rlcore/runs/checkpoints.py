@@ -27,7 +27,7 @@ from typing import Any
 
 from rlcore.errors import FailedElsewhere, RunFailed, UserError
 from rlcore.runs.files import files_in, remove_tree, sync, sync_tree, write_atomic
-from rlcore.runs.state import decode_state, encode_state
+from rlcore.runs.state_codec import decode_state, encode_state
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from rlcore.runs.environment import describe_start
 from rlcore.runs.files import append_json_line, rotate_logs
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.recorder import RolloutRecorder
-from rlcore.runs.state import restore_rng, rng_state
+from rlcore.runs.state_codec import restore_rng, rng_state
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report

@@ -17,7 +17,7 @@ from rlcore.data.sample_checks import check_sample
 from rlcore.data.tokenizer import decode
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts
-from rlcore.trainer.answers import labelled_rows
+from rlcore.trainer.sft_answers import labelled_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class SourceWithoutEngine:
 class SFTSource(SourceWithoutEngine):
     """A source of `training.batch_size` rows a step, trained on their turns up to each turn's EOS.
 
-    `rlcore.trainer.answers` chooses the trained turns.
+    `rlcore.trainer.sft_answers` chooses the trained turns.
 
     Raises:
         DataError: a row without a text label; names it.

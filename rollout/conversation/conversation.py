@@ -18,8 +18,8 @@ from rlcore.data.prompts import Prompt
 from rlcore.data.sample import FinishReason, Sample
 from rlcore.errors import ConfigError, RolloutFailed, RunFailed
 from rollout.conversation.chat_template import ChatTemplate, Kind
-from rollout.conversation.parsing import ReplyParser
 from rollout.conversation.reply import Reply
+from rollout.conversation.reply_parser import ReplyParser
 from rollout.conversation.samples import samples_of
 from rollout.conversation.tree import Node, Tree
 

@@ -14,8 +14,8 @@ from rlcore.data.messages import Message
 from rlcore.deadlines import CANCEL_S
 from rlcore.errors import ConfigError, DataError, ModelError, UserError
 from rollout.conversation.conversation import Conversation
-from rollout.conversation.parsing import as_json
 from rollout.conversation.reply import Reply
+from rollout.conversation.reply_parser import as_json
 from rollout.gateway.matching import Matcher, answered
 from rollout.gateway.wire import Answer, ChatRequest, Refused, held_values
 

@@ -1,7 +1,7 @@
 """The delta transport writes only changed weights to the shared folder.
 
-Each machine that runs engines has a follower (follower.py) with a whole copy of the weights. The
-trainer writes a whole publication first, then changes. It writes a whole one again
+Each machine that runs engines has a follower (delta_follower.py) with a whole copy of the weights.
+The trainer writes a whole publication first, then changes. It writes a whole one again
 when the changes since the last whole publication are larger than that. Managed engines run on the
 trainer's machine and read the folder of its follower. Engines given by URL need a follower on their
 machine (`rlcore engine`), which reports its progress in the shared folder.
@@ -23,8 +23,7 @@ from rlcore.weights import Bucket, TensorSpec, fingerprint
 from rollout.asyncio_utils import within
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.delta_codec import encode
-from rollout.weight_sync.disk import FolderSender, WeightFolders, keep_only, number_of
-from rollout.weight_sync.follower import (
+from rollout.weight_sync.delta_follower import (
     CHANGES,
     POLL_S,
     Follower,
@@ -32,6 +31,7 @@ from rollout.weight_sync.follower import (
     Manifest,
     read_reports,
 )
+from rollout.weight_sync.disk import FolderSender, WeightFolders, keep_only, number_of
 
 THREADS = 8  # hashing, comparing and packing release the interpreter's lock
 

@@ -27,7 +27,7 @@ from rlcore.data.examples import open_examples
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, UserError
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
-from rlcore.trainer.answers import labelled_rows
+from rlcore.trainer.sft_answers import labelled_rows
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator, written
 from tests.fuzz.oracle import check_tokens, need

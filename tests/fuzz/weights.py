@@ -18,8 +18,8 @@ from rlcore.errors import RunFailed
 from rlcore.hf_folder import find_tensors
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync.delta import DeltaSender
+from rollout.weight_sync.delta_follower import REPORTS, Follower, FollowerReport, read_reports
 from rollout.weight_sync.disk import WeightFolders
-from rollout.weight_sync.follower import REPORTS, Follower, FollowerReport, read_reports
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.oracle import need

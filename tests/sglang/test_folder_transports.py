@@ -17,8 +17,8 @@ from server_kit import Served
 from rlcore.errors import EngineFailed
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.choose import shared_folder
+from rollout.weight_sync.delta_follower import Manifest, keep_following
 from rollout.weight_sync.disk import published
-from rollout.weight_sync.follower import Manifest, keep_following
 from tests.one_rank import OneRank
 
 # and the folder that the trainer shares with the engine

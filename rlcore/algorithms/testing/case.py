@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import EstimatorMutationError, UndeclaredInputError
-from rlcore.algorithms.guard import Guarded
+from rlcore.algorithms.plugin_guard import Guarded
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
     WITHOUT_TOKENS,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, GuardedEstimator
+from rlcore.algorithms.plugin_guard import ESTIMATOR_OPTIONAL, GuardedEstimator
 from rlcore.algorithms.registry import guard_estimator
 from rlcore.algorithms.testing import case as shared
 from rlcore.algorithms.testing.batches import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import EstimatorMutationError, OutputError
-from rlcore.algorithms.guard import POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
+from rlcore.algorithms.plugin_guard import POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
 from rlcore.algorithms.ragged import expand_to_tokens
 from rlcore.algorithms.registry import guard_policy_loss
 from rlcore.algorithms.testing import case as shared

@@ -16,7 +16,7 @@ from rlcore.data.loading import load_prompts, prompt_stream, shares
 from rlcore.data.prompts import PromptSet
 from rlcore.data.tokenizer import load_tokenizer
 from rlcore.deadlines import REWARD_START_S
-from rlcore.trainer.answers import Answers, labelled_rows
+from rlcore.trainer.sft_answers import Answers, labelled_rows
 from rollout.engines.checks import check_vocabulary
 from rollout.rewards.audit import RewardAudit, Scored
 from rollout.rewards.audit_answers import OTHER, REFUSED, RIGHT

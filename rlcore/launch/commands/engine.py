@@ -151,7 +151,7 @@ def _check(config: Config, urls_file: Path | None, node: EngineNode | None) -> N
 def followers(config: Config) -> list[Follow]:
     """Keep whole weights on this machine if only changes are published; else do nothing."""
     from rollout.weight_sync.choose import shared_folder
-    from rollout.weight_sync.follower import keep_following
+    from rollout.weight_sync.delta_follower import keep_following
 
     engine = config.rollout.engine
     if engine.transport != "delta":

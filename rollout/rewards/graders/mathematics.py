@@ -25,7 +25,7 @@ from sympy.core.relational import Equality
 from rlcore.data.sample import Sample
 from rollout.rewards.base import LabelError
 from rollout.rewards.graders import places
-from rollout.rewards.graders.forms import SYMBOL, UNREDUCED, pending, repeats
+from rollout.rewards.graders.uncomputed import SYMBOL, UNREDUCED, pending, repeats
 
 # these loggers warn once about the disabled time limits
 for _name in ("math_verify.parser", "math_verify.grader"):

@@ -17,7 +17,7 @@ from rlcore.algorithms import (
     register_policy_loss,
 )
 from rlcore.algorithms.errors import UndeclaredInputError
-from rlcore.algorithms.guard import (
+from rlcore.algorithms.plugin_guard import (
     ESTIMATOR_OPTIONAL,
     ESTIMATOR_WHERE_GIVEN,
     POLICY_LOSS_OPTIONAL,

@@ -12,7 +12,7 @@ from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import check_label, open_examples
 from rlcore.data.loading import load_prompts
 from rlcore.errors import ConfigError, DataError
-from rlcore.trainer.answers import with_answer
+from rlcore.trainer.sft_answers import with_answer
 from tests.unit.data.prompt_sets import load_set
 
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from rlcore.runs.state import decode_state, encode_state, restore_rng, rng_state, seed_rng
+from rlcore.runs.state_codec import decode_state, encode_state, restore_rng, rng_state, seed_rng
 
 
 def draw() -> list[float]:

@@ -69,7 +69,7 @@ def test_importing_the_trackers_loads_neither_torch_nor_services() -> None:
     code = (
         "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard,"
         " rlcore.tracking.hub, rlcore.tracking.report,"
-        " rlcore.runs.checkpoints, rlcore.runs.state\nprint(sorted({'torch', 'wandb',"
+        " rlcore.runs.checkpoints, rlcore.runs.state_codec\nprint(sorted({'torch', 'wandb',"
         " 'tensorboard', 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run(

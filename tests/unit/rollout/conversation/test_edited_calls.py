@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.conversation.formats import FORMATS
-from rollout.conversation.parsing import ReplyParser
+from rollout.conversation.reply_parser import ReplyParser
 
 from .kit import make_tokenizer
 from .test_parsers import BEGIN, CALL, END, ENDS, SEP

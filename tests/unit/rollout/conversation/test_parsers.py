@@ -10,7 +10,7 @@ import pytest
 from rlcore.config.sections.rollout import ToolParser
 from rlcore.errors import ConfigError
 from rollout.conversation.formats import FORMATS
-from rollout.conversation.parsing import ReplyParser
+from rollout.conversation.reply_parser import ReplyParser
 
 from .kit import make_tokenizer
 from .test_public_templates import KNOWN, template_text

@@ -25,8 +25,7 @@ from shared_folders import (
 
 from rlcore.errors import RunFailed
 from rollout.weight_sync import delta
-from rollout.weight_sync.disk import WeightFolders, published
-from rollout.weight_sync.follower import (
+from rollout.weight_sync.delta_follower import (
     CHANGES,
     REPORTS,
     Follower,
@@ -34,6 +33,7 @@ from rollout.weight_sync.follower import (
     keep_following,
     make_home,
 )
+from rollout.weight_sync.disk import WeightFolders, published
 from tests.limits import no_large_files
 
 
@@ -293,7 +293,7 @@ def make_home_and_wait(shared: Path, root: Path) -> subprocess.Popen[str]:
     """A process with a follower's folder, as in another container; it says where."""
     code = (
         "import sys; from pathlib import Path;"
-        " from rollout.weight_sync.follower import make_home;"
+        " from rollout.weight_sync.delta_follower import make_home;"
         " print(make_home(Path(sys.argv[1]), Path(sys.argv[2]))[0], flush=True);"
         " sys.stdin.read()"
     )

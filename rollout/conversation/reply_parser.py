@@ -16,9 +16,9 @@ import orjson
 from rlcore.data.messages import Message
 from rlcore.errors import ConfigError
 from rollout.conversation.formats import FORMATS, THINK
-from rollout.conversation.reading import TemplateReader, TurnReader
 from rollout.conversation.reply import Reply, ToolCall, Turn
 from rollout.conversation.tool_schemas import call_error, typed
+from rollout.conversation.turn_reader import TemplateReader, TurnReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
