@@ -129,7 +129,7 @@ def test_ranks_take_the_configuration_from_a_file_that_the_launcher_has_written(
     origins = {**loaded.origins, "rollout.engine.urls": "site.yaml:3"}
     config = loaded.config.model_copy(deep=True)
     config.rollout.engine.urls = ["http://user:hidden@host:1"]
-    given = replace(loaded, config=config, origins=origins, notes=("a note",))
+    given = replace(loaded, config=config, origins=origins, warnings=("a note",))
     taken: list[Loaded] = []
 
     def start(command: list[str], env: dict[str, str], **_: object) -> subprocess.Popen[bytes]:
