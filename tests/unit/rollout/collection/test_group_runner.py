@@ -31,7 +31,7 @@ class Waits:
 async def test_calls_that_have_not_asked_for_a_generation_take_room(make_config: Any) -> None:
     name = f"{__name__}:Waits"
     config = make_config(rollout={"workflow": name, "engine": {"kind": "sglang"}})
-    fleet = SimpleNamespace(serving=1, waiting_for=lambda: "engine a (2 requests)")
+    fleet = SimpleNamespace(serving=1, describe_wait=lambda: "engine a (2 requests)")
     engine = SimpleNamespace(max_in_flight=8)
     dispatcher: Any = SimpleNamespace(fleet=fleet, config=engine, free_calls=8, one=None)
     settings = config.rollout.workflow
