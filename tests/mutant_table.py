@@ -77,7 +77,7 @@ MUTANTS = [
     ("the past of a request unchecked", S + "conversation.py", "if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():", "if False:", CONVERSATION + "::test_a_request_begins_with_what_was_sent_and_answered"),
     ("a fork hears what is said later", S + "conversation.py", "branch._messages = list(self._messages)", "pass", CONVERSATION + "::test_a_fork_stays_where_it_began"),
     ("untrained tokens over the rollouts that have some", A + "rollout_metrics.py", "len(rows) if name.startswith(DROPPED) else len(values)",
-     "len(values)", "test_metrics.py"),
+     "len(values)", "test_rollout_metrics.py"),
     # the guard
     ("KL scaled in place", A + "reward_shaping.py", 'require(inputs.kl, "kl"), -kl_coef)',
      'require(inputs.kl, "kl").mul_(-kl_coef))', "test_estimators.py::test_the_kl_stays_raw test_rollout_metrics.py::test_the_logged_kl_is_the_raw_kl"),
@@ -311,7 +311,7 @@ MUTANTS = [
     ("contract: bits are not compared", A + "testing/policy_loss.py", "if not same_numbers(value.detach(), before[name]):", "if False:", WRONG_LOSSES),
     ("contract: micro-batches are whole steps", A + "testing/policy_loss.py", "for size in sorted({1, (count + 1) // 2}):", "for size in (count,):", WRONG_LOSSES),
     ("contract: the same fields for all", A + "testing/case.py", "set(case.optional) - case.guarded.takes)",
-     "set())", WRONG_LOSSES),
+     "set())", WRONG_ESTIMATORS),
     # found by a check from outside: twelve defects that no test noticed
     ("a group of weights that are not announced counts as of now", "rollout/collection/collector.py", "(now + 1 if publication is None",
      "(now if publication is None", U + "rollout/collection/test_collector.py::test_a_restart_keeps_no_group_of_weights_that_it_forgets"),

@@ -94,9 +94,10 @@ def stale(mutant: Mutant, root: Path) -> str:
     path = root / mutant.file
     if not path.is_file():
         return f"there is no {mutant.file}"
-    if (count := path.read_text().count(mutant.old)) == 1:
-        return ""
-    return f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
+    if (count := path.read_text().count(mutant.old)) != 1:
+        return f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
+    named = [test.partition("::")[0] for test in mutant.test_ids]
+    return next((f"there is no {file}" for file in named if not (root / file).exists()), "")
 
 
 def copy_tree(folder: Path) -> None:

@@ -103,7 +103,7 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
         for name in (
             "aggregation",
             "corrections",
-            "guard",
+            "plugin_guard",
             "kl",
             "rollout_metrics",
             "normalization",
