@@ -1,7 +1,8 @@
 """Every metric that a run writes, by name. `rlcore metrics` prints this.
 
-Metrics of a step's tensors are defined where they are computed, in `metrics` and `moments`; the
-counts of the loop, the optimizer and the rollouts are defined here, since no algorithm knows them.
+Metrics of a step's tensors are defined where they are computed, in `rollout_metrics` and `moments`;
+the counts of the loop, the optimizer and the rollouts are defined here, since no algorithm knows
+them.
 
 A "token" is a trainable token: prompts, tool output, observations and padding are in no metric. A
 "sequence" is one with at least one trainable token, unless a line says "all sequences". A metric

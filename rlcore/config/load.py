@@ -32,8 +32,6 @@ from rlcore.config.yaml_settings import (
 from rlcore.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-+]*=")
-# The part to remove from a key of an evaluation set or a data source to get the inherited key.
-_ENTRY = re.compile(r"(?<=^evaluation\.)sets\.[^.]+\.|(?<=^data\.)sources\.[^.]+\.")
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -208,10 +206,7 @@ def _kept(
 
 def _origins(config: Config, tree: Tree) -> dict[str, str]:
     written = {".".join(path): setting.origin for path, setting in settings(tree)}
-    found = {
-        path: written.get(path) or written.get(_ENTRY.sub("", path), DEFAULT)
-        for path, _ in leaves(config.model_dump())
-    }
+    found = {path: written.get(path, DEFAULT) for path, _ in leaves(config.model_dump())}
     for path, origin in written.items():
         # The layer gives the name of a plugin instead of its section.
         if f"{path}.name" in found:

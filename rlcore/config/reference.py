@@ -23,6 +23,15 @@ meaning. `NAME` is a name of your own. How files, overrides and sections work to
 """
 
 
+# Where the keywords of a section's plugins are listed.
+_KEYWORDS = {
+    "algorithm": "`rlcore config --algorithms`",
+    "data": "[data](data.md#prompts-that-are-worth-it-now)",
+    "rollout": "[workflows](workflows.md)",
+    "evaluation": "[workflows](workflows.md)",
+}
+
+
 class Key(NamedTuple):
     """One key that holds a value, as text."""
 
@@ -67,9 +76,9 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
     if is_entry(path):
         lines[-1] += " `NAME: null` removes one that an earlier file gave."
     if issubclass(section, Plugin) and not section.keywords:
-        lines[-1] += " Keywords are listed by `rlcore config --algorithms`."
+        lines[-1] += f" Keywords: {_KEYWORDS[path[0]]}."
     if (home := listed()[path][1]) is not None:
-        lines[-1] += f" Its other keys are those of `{'.'.join(home)}`."
+        lines[-1] += _shared(section, path, home)
     if rows := keys(section, path):
         lines += ["", "| key | type; default | meaning |", "|---|---|---|"]
     for key in rows:
@@ -77,6 +86,16 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
         kind = key.type.removesuffix(" or null") if key.default == "`null`" else key.type
         lines.append(f"| `{key.path}` | {kind}; {key.default} | {key.meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def _shared(section: type[Section], path: tuple[str, ...], home: tuple[str, ...]) -> str:
+    """Name the keys of a section that are listed at `home`."""
+    above = ".".join(home)
+    if section is sections()[home]:
+        return f" Its keys are those of `{above}`."
+    own = listed()[path][0]
+    names = [name for name in section.model_fields if name in listed()[home][0] and name not in own]
+    return f" Also, as in `{above}`: {', '.join(f'`{name}`' for name in names)}."
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:

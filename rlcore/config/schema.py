@@ -7,7 +7,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union
 
-from rlcore.config.sections.base import Plugin, Section
+from rlcore.config.sections.base import Entry, Plugin, Section
 from rlcore.config.sections.root import Config
 from rlcore.config.yaml_settings import KeyPath
 
@@ -68,7 +68,7 @@ def listed() -> dict[KeyPath, tuple[list[str], KeyPath | None]]:
         if any(path[: len(above)] == above for above in repeated):
             continue
         bases = [base for base in section.__mro__ if issubclass(base, Section)]
-        bases = [base for base in bases if base not in (Section, Plugin)]
+        bases = [base for base in bases if base not in (Section, Plugin, Entry)]
         home = next((homes[base] for base in bases if base in homes), None)
         old = {name for base in bases if base in homes for name in base.__annotations__}
         names = [

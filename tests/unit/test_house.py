@@ -26,7 +26,7 @@ BUDGETS = {
     "rlcore": 2_300,  # the files of the root: command line, errors, interfaces
     "rlcore/algorithms": 5_550,  # eleven estimators, eleven losses, corrections, their contracts
     "rlcore/boundary": 480,  # secrets, environment variables, text from outside
-    "rlcore/config": 4_700,  # 258 keys with their checks and other trainers' names
+    "rlcore/config": 4_740,  # 258 keys with their checks and other trainers' names
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -16,7 +25,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class LeadsTo:
     """The kind of file or folder to which a key's path must lead; `path_keys` checks it."""
 
-    kind: Literal["rows", "file", "folder", "checkpoint", "program", "output"]
+    kind: Literal["rows", "file", "folder", "list", "checkpoint", "program", "output"]
     expected: str
 
 
@@ -25,6 +34,7 @@ CERTIFICATE = LeadsTo("file", "a file in PEM")
 CertificatePath = Annotated[str, CERTIFICATE]
 RecordingPath = Annotated[str, LeadsTo("file", "a recorded step (rollouts/step_*.parquet)")]
 FolderPath = Annotated[str, LeadsTo("folder", "a folder")]
+ListPath = Annotated[str, LeadsTo("list", "a JSON list of URLs, or a folder of such files")]
 ModelPath = Annotated[
     str, LeadsTo("folder", "a local Hugging Face folder (config.json, *.safetensors)")
 ]
@@ -72,15 +82,24 @@ class Section(BaseModel):
         return value
 
 
-def inherit(section: Section, entries: Iterable[Section], shared: type[Section]) -> None:
-    """Let each entry of a map in `section` inherit the section's values that it leaves out.
+class Entry(Section):
+    """An entry of a map whose section has the values of the keys that the entry leaves out.
 
-    Args:
-        shared: the base class of both, whose fields an entry inherits.
+    Inherited values are read as the entry's own and never written out, so a configuration that was
+    written out and is read again inherits again.
     """
-    for entry in entries:
-        for name in shared.model_fields.keys() - entry.model_fields_set:
-            entry.__dict__[name] = getattr(section, name)
+
+    _inherited: frozenset[str] = PrivateAttr(frozenset())
+
+    def inherit(self, section: Section, shared: type[Section]) -> None:
+        """Take the section's values of the keys left out; `shared` has the fields of both."""
+        self._inherited = frozenset(shared.model_fields.keys() - self.model_fields_set)
+        for name in self._inherited:
+            self.__dict__[name] = getattr(section, name)
+
+    @model_serializer(mode="wrap")
+    def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name not in self._inherited}
 
 
 def as_list(value: object) -> object:

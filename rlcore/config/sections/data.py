@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlcore.config.sections.base import (
+    Entry,
     Found,
     Plugin,
     Probability,
     RowsPath,
     Section,
     as_list,
-    inherit,
 )
 
 AUTO = "auto"  # value of a column's key: the format determines the column
@@ -59,7 +59,7 @@ class RowsConfig(Section):
     _template = field_validator("prompt_template")(_checked_template)
 
 
-class DataSourceConfig(RowsConfig):
+class DataSourceConfig(Entry, RowsConfig):
     """One of several sources of prompts. Keys that it leaves out are those of `data`."""
 
     paths: list[RowsPath]
@@ -114,7 +114,8 @@ class DataConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _sources_inherit(self) -> DataConfig:
-        inherit(self, self.sources.values(), RowsConfig)
+        for entry in self.sources.values():
+            entry.inherit(self, RowsConfig)
         return self
 
     def errors(self) -> Found:

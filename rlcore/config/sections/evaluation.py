@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlcore.config.sections.base import RowsPath, Section, a_text_is_a_name, as_list, inherit
+from rlcore.config.sections.base import Entry, RowsPath, Section, a_text_is_a_name, as_list
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import WorkflowConfig
 
@@ -45,7 +45,7 @@ class EvaluationSettings(Section):
     `samples_per_prompt` for a named set."""
 
 
-class EvaluationSetConfig(EvaluationSettings):
+class EvaluationSetConfig(Entry, EvaluationSettings):
     """A named set of held-out prompts. Keys that it leaves out are those of `evaluation`."""
 
     paths: list[RowsPath]
@@ -79,5 +79,6 @@ class EvaluationConfig(EvaluationSettings):
 
     @model_validator(mode="after")
     def _sets_inherit(self) -> EvaluationConfig:
-        inherit(self, self.sets.values(), EvaluationSettings)
+        for entry in self.sets.values():
+            entry.inherit(self, EvaluationSettings)
         return self

@@ -8,6 +8,8 @@ import pytest
 
 from rlcore.config.derived import max_request_s
 from rlcore.config.evaluation_sets import evaluation_sets, sets_due
+from rlcore.config.load import Loaded
+from rlcore.config.yaml_settings import render_config
 from tests.pages import blocks
 
 AIME = (
@@ -40,14 +42,22 @@ def test_a_set_takes_from_the_section_what_it_leaves_out(load):
     assert by_name(load(AIME, "evaluation.k=[8, 1, 8]"))["aime24"].k == [1, 8]
 
 
-def test_an_inherited_value_comes_from_where_the_section_was_written(load, write):
-    file = write("shared.yaml", "evaluation: {top_p: 0.9}\ndata: {paths: [], split: test}\n")
-    loaded = load(AIME, "data.paths=[]", "data.sources.a.paths=x", files=[file])
-    assert loaded.origins["evaluation.sets.aime24.top_p"] == f"{file}:1"
-    assert loaded.origins["evaluation.sets.aime24.every"] == "override"
-    assert loaded.origins["evaluation.sets.aime24.at_end"] == "default"
-    assert loaded.config.data.sources["a"].split == "test"
-    assert loaded.origins["data.sources.a.split"] == f"{file}:2"
+def test_a_configuration_that_was_written_out_still_inherits(load, write):
+    """An override of the section reaches its sets and sources, but for what they gave."""
+    base = write("shared.yaml", "evaluation: {top_p: 0.9}\ndata: {paths: [], split: test}\n")
+    own = "evaluation.sets.own={paths: x, top_p: 0.9, temperature: 0}"
+    given = (AIME, own, "data.paths=[]", "data.sources.a={paths: x, subset: main}")
+    changes = ("evaluation.top_p=0.5", "evaluation.temperature=0.7", "data.split=dev",
+               "data.subset=other")  # fmt: skip
+    first = load(*given, files=[base])
+    settings = render_config(first.config.model_dump(mode="json"), first.origins)
+    again = load("data.paths=[]", *changes, files=[write("config.yaml", settings)])
+    assert again.config == load(*given, *changes, files=[base]).config
+    assert Loaded.from_json(again.to_json()).config == again.config
+    sets = again.config.evaluation.sets
+    assert (sets["own"].top_p, sets["own"].temperature) == (0.9, 0)
+    assert (sets["aime24"].top_p, sets["own"].every) == (0.5, again.config.evaluation.every)
+    assert again.config.data.sources["a"].split == "dev"
 
 
 def test_the_columns_and_the_reward_of_a_set_are_its_own(load):
