@@ -18,7 +18,7 @@ from rlcore.errors import EmptyBatch, TooManyFailed
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.filters import ROLLED_BACK, STALE
+from rollout.collection.filters import STALE
 from rollout.collection.group_runner import Group
 from rollout.failures import Failure, commonest
 from rollout.rewards.scorer import FailureCounts
@@ -100,36 +100,22 @@ def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
     ]
 
 
-def restore_groups(
-    queue: PromptQueue,
-    buffer: dict[int, BufferedGroup],
-    saved: Sequence[BufferedGroup],
-    *,
-    step: int,
-) -> list[int]:
-    """Decide which finished groups stay valid after `queue` went back to the snapshot of `step`.
+def restore_groups(queue: PromptQueue, saved: Sequence[BufferedGroup]) -> dict[int, BufferedGroup]:
+    """Restore finished groups after `queue` went back to the snapshot with which they were saved.
 
-    Groups saved with the snapshot and groups in `buffer` that finished later stay valid, unless
-    a token comes from weights that the run has lost: of a policy step above `step`. All other
-    unsettled draws are requeued.
+    All other unsettled draws are requeued.
 
     Returns:
-        The draws of the invalid groups.
+        The groups by their draws, ascending.
     """
-    groups = buffer | {buffered.group.draw: buffered for buffered in saved}
-    buffer.clear()
-    rolled_back = []
-    for draw, buffered in sorted(groups.items()):
+    buffer = {one.group.draw: one for one in sorted(saved, key=lambda one: one.group.draw)}
+    for draw, buffered in buffer.items():
         queue.adopt(draw, buffered.group.samples)
-        if buffered.newest > step:
-            rolled_back.append(draw)
-        else:
-            buffer[draw] = buffered
     queue.follow()
     for draw in queue.ledger.unsettled():
         if draw not in buffer:
-            queue.give_back(draw, ROLLED_BACK if draw in rolled_back else "")
-    return rolled_back
+            queue.give_back(draw)
+    return buffer
 
 
 @dataclass(frozen=True)

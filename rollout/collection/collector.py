@@ -408,17 +408,13 @@ class Collector:
         return Snapshot(self._queue.snapshot(), finished, self._versions.known)
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
-        """Continue from a snapshot with its finished `groups`, once `halt` has returned.
-
-        Groups finished since then stay, unless a token comes from a later policy step than the
-        snapshot's: the trainer has lost those weights. In lock-step none stays.
-        """
+        """Continue from a snapshot with its finished `groups`, of which lock-step keeps none."""
         self._queue.restore(state)
         step = self._queue.ledger.last_step
         # missing in a snapshot taken before the first draw
         ahead = state.get("ahead", {})
         self._versions.learn(ahead.get("versions", ()))
-        restore_groups(self._queue, self._buffer, () if self._lockstep else groups, step=step)
+        self._buffer = restore_groups(self._queue, () if self._lockstep else groups)
         self._begin_behind(step)
         self._give_up_stale()
 

@@ -11,10 +11,8 @@ from rlcore.errors import ConfigError, RunFailed
 from rlcore.import_paths import location_of
 from rollout.plugins import load_object
 
-# Reasons under which the service itself drops groups: no step may train on the group any more; a
-# token comes from weights that the run has lost.
+# Reason under which the service itself drops groups: no step may train on the group any more.
 STALE = "stale"
-ROLLED_BACK = "rolled_back"
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
 """Takes the scored samples of one prompt; True keeps the group."""
@@ -57,7 +55,7 @@ class FilterChain:
         self._filters: dict[str, GroupFilter] = {}
         for name in names:
             short = name.rpartition(":")[2]
-            if short in (STALE, ROLLED_BACK):
+            if short == STALE:
                 raise ConfigError(
                     f"rollout.filters: {name} cannot be called {short!r}, a name under which the"
                     " service counts its own drops; rename the filter"

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ahead_kit import Continuous, draws_of, publish, quiet, rollout, wait_until
+from ahead_kit import Continuous, publish, rollout, wait_until
 from fake_engine import FakeEngine, addresses, random_reply
 
 from rlcore.algorithms.metric_table import metric_spec
 from rlcore.data.curriculum import PromptHistory
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
-from rollout.accounting.audit import check_rows
 from rollout.accounting.journal_reader import read_journal
 
 TOKENIZER = char_tokenizer(ALPHABETS["addition"])
@@ -151,54 +150,6 @@ def engines() -> list[Continuous]:
 def rows_in(service) -> dict[int, int]:
     stream = service._queue.stream
     return {draw: stream.row(draw) for draw in range(stream.cursor)}
-
-
-def test_a_service_that_outlives_its_trainer_keeps_the_choices_of_what_it_keeps(
-    make_service, engines, tmp_path
-):
-    """The trainer goes back from step 3 to the checkpoint of step 1; groups made by it stay."""
-    path = tmp_path / "ledger.jsonl"
-    given = {"rollout": rollout(2), "training": {"steps": 9}, "data": PASS_RATE}
-    service = make_service(engines=engines, **given)
-    service.keep_ledger(path)
-    publish(service, engines, 0)
-    service.next_step(1)
-    saved = json.loads(json.dumps(service.snapshot()))
-    for step in (1, 2):
-        publish(service, engines, step)
-        wait_until(lambda: sum(service.ledger.balance().values()) >= 12 + 4 * step)  # noqa: B023
-        wait_until(lambda: quiet(service))
-        service.next_step(step + 1)
-    before = rows_in(service)
-    service.restore(saved)
-    cursor = saved["stream"]["cursor"]
-    kept = [
-        draw
-        for draw in range(cursor, len(service.ledger))
-        if service.ledger.state(draw) in ("finished", "requeued")
-    ]
-    assert kept
-    assert all(service._queue.stream.row(draw) == before[draw] for draw in kept)
-    assert service._queue.stream.snapshot()["curriculum"]["rows"] == [
-        [draw, service._queue.stream.row(draw)]
-        for draw in sorted([*service.ledger.unsettled(), *service.ledger.requeued()])
-    ]
-    service.keep_ledger(path)
-    publish(service, engines, 1, version=20)
-    seen: list[int] = []
-    for step in range(2, 10):
-        rollouts = service.next_step(step)
-        for sample in rollouts.samples:
-            row = service._queue.stream.row(sample.draw)
-            assert sample.prompt_id == service.prompts[row].prompt_id
-        seen += draws_of(rollouts)
-        publish(service, engines, step, version=20 + step)
-    assert len(seen) == len(set(seen)) == 32
-    service.thread.call(service._collector.halt(), 30, "the end")
-    history = read_journal(path)
-    assert list(check_rows(history)) == []
-    finished = sum(len(entry.get("passed", ())) for _, entry in history.entries())
-    assert finished == service._queue.stream._results.count
 
 
 def test_a_resumed_service_trains_on_groups_of_the_chosen_prompts(make_service, engines):

@@ -148,10 +148,6 @@ def test_what_no_policy_can_have_made_is_a_failed_rollout(
         ({"filters": ["user_parts:missing"]}, r"rollout\.filters.*has no 'missing'"),
         ({"filters": ["user_parts:stale"]}, r"rollout\.filters.*cannot be called 'stale'.*rename"),
         (
-            {"filters": ["user_parts:rolled_back"]},
-            r"rollout\.filters.*cannot be called 'rolled_back'.*rename",
-        ),
-        (
             {"filters": ["zero_variance"], "samples_per_prompt": 1},
             "zero_variance drops every group",
         ),

@@ -287,13 +287,13 @@ def test_a_ledger_in_a_few_lines() -> None:
         restarts=1,
         rewound=7,
         checkpoint=2,
-        given_up={"stale": 4, "rolled_back": 1},
+        given_up={"stale": 4},
         recorded=2,
     )
     assert list(describe(found)) == [
         "draws            3: 1 requeued, 2 consumed",
         "steps            2",
-        "given up         1 rolled_back, 4 stale",
+        "given up         4 stale",
         "restarts         1, which rewound 7 lines",
         "checkpoint       step 2",
         "recordings       of 2 steps",

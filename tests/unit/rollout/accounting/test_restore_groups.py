@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.rollouts import decode_samples
-from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import BufferedGroup, decode, restore_groups
 from rollout.collection.group_runner import Group
@@ -92,64 +90,13 @@ def test_everything_starts_again():
     buffer: dict[int, BufferedGroup] = {}
     state = at_step(queue, 1, buffer)
     again = new()
-    back: dict[int, BufferedGroup] = {}
     again.restore(state)
-    assert restore_groups(again, back, decode(state["ahead"]["groups"]), step=1) == []
+    back = restore_groups(again, decode(state["ahead"]["groups"]))
     assert list(back) == [2, 3]
     assert [states(again)[draw] for draw in range(6)] == ["consumed by step 1"] * 2 + [
         "finished"
     ] * 2 + ["requeued"] * 2
     assert again.take(3) == [4, 5, 6]
-
-
-def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
-    """What was made by weights up to the checkpoint's counts, whenever it was finished; the rest is
-    drawn again.
-    """
-    queue = new()
-    buffer: dict[int, BufferedGroup] = {}
-    queue.keep_journal(tmp_path / "ledger.jsonl")
-    # 0, 1 trained on; 2, 3 kept; 4, 5 in flight
-    state = at_step(queue, 1, buffer)
-    for draw in (4, 5):
-        queue.ledger.finish(draw)
-    del buffer[2]
-    # forgotten with the trainer's step 2
-    queue.hand_over([2, 4], 2)
-    buffer[5] = buffered(5, 1, 1)  # by weights that survive
-    taken = queue.take(5)
-    assert taken == [6, 7, 8, 9, 10]
-    for draw in (7, 8, 9):
-        queue.ledger.finish(draw)
-    # a token of it by weights that are gone
-    buffer[7] = buffered(7, 1, 2)
-    buffer[9] = buffered(9, 0, 1)
-    queue.ledger.drop(8, "zero_variance")
-
-    queue.restore(state)
-    assert restore_groups(queue, buffer, decode(state["ahead"]["groups"]), step=1) == [7]
-    queue.keep_journal(tmp_path / "ledger.jsonl")
-    queue.close()
-    assert list(buffer) == [2, 3, 5, 9]
-    assert states(queue) == {
-        0: "consumed by step 1",
-        1: "consumed by step 1",
-        2: "finished",
-        3: "finished",
-        4: "requeued",
-        5: "finished",
-        6: "requeued",
-        7: "requeued",
-        8: "requeued",
-        9: "finished",
-    }
-    assert queue.take(5) == [4, 6, 7, 8, 10]
-    history = read_journal(tmp_path / "ledger.jsonl")
-    assert [
-        (transition, detail)
-        for _, transition, detail, rewound in history.life(7)
-        if rewound is None
-    ] == [("drawn", None), ("finished", None), ("requeued", "rolled_back")]
 
 
 def test_a_group_is_adopted_whatever_the_ledger_says_of_its_draw():
@@ -186,7 +133,7 @@ def test_a_group_of_a_consumed_draw_is_a_contradiction():
     state = at_step(queue, 1, buffer)
     queue.restore(state)
     with pytest.raises(ValueError, match="draw 0 is consumed by step 1, expected in flight"):
-        restore_groups(queue, buffer, [buffered(0, 0, 0)], step=1)
+        restore_groups(queue, [buffered(0, 0, 0)])
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -200,6 +147,6 @@ def test_the_ledger_is_read_as_often_for_many_groups_as_for_one(
     times = []
     read = queue.ledger._array
     monkeypatch.setattr(queue.ledger, "_array", lambda *start: times.append(start) or read(*start))
-    restore_groups(queue, {}, [buffered(draw, 0, 0) for draw in range(count)], step=0)
+    restore_groups(queue, [buffered(draw, 0, 0) for draw in range(count)])
     assert len(times) == 2, "where the stream is, and what is unsettled"
     assert queue.take(1) == [count]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
-from collector_kit import PROMPTS, Runner, at_once, counts, made_by, sample, until
+from collector_kit import PROMPTS, Runner, at_once, counts, made_by, until
 
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
@@ -190,19 +189,6 @@ async def test_a_group_that_outlives_a_halt_is_ignored_after_the_next_start(make
     assert [group.draw for group in (await collector.collect(2)).groups] == [1]
 
 
-@pytest.mark.parametrize(("version", "kept"), [(1, 2), (2, 0), (9, 0)])
-async def test_a_restart_keeps_no_group_of_weights_that_it_forgets(make, version, kept):
-    """Nor of those that no publication has announced yet: an engine has them a moment before."""
-
-    collector, queue, _ = make(Runner(made_by(version)))
-    collector.published(0)
-    await until(lambda: queue.ledger.balance()["finished"] == 2)
-    await collector.halt()
-    collector.restore(queue.beginning(), ())
-    balance = queue.ledger.balance()
-    assert (balance["finished"], balance["requeued"]) == (kept, 2 - kept)
-
-
 async def test_a_snapshot_tells_a_new_process_when_its_groups_were_made(make):
     """A process that is started anew knows of no publication but those of the snapshot."""
 
@@ -261,22 +247,3 @@ async def test_an_epoch_is_of_prompts_that_are_settled(make):
     assert counts(queue) == expected
     await collector.halt()
     assert found.epoch == pytest.approx(9 / PROMPTS)
-
-
-async def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make):
-    versions: dict[int, list[int]] = defaultdict(lambda: [1, 1])
-    # of the sample, and of its greedy baseline
-    versions[1] = [1, 2]
-    versions[2] = [2, 1]
-
-    async def reply(draw: int) -> Group:
-        made, greedy = versions[draw]
-        return Group(draw, [sample(draw, made)], [sample(draw, greedy, index=1)])
-
-    collector, queue, _ = make(Runner(reply), max_staleness=3)
-    collector.published(0)
-    await until(lambda: queue.ledger.balance()["finished"] == 4)
-    await collector.halt()
-    collector.restore(queue.beginning(), ())
-    assert counts(queue) == {"finished": 2, "requeued": 2}
-    assert [queue.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]

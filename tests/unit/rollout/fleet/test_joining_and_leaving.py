@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 
 import pytest
 from fake_engine import FakeEngine, random_reply
 
 from rlcore.config import Config
-from rlcore.errors import ConfigError, EngineFailed, NoEngineLeft
+from rlcore.errors import ConfigError, EngineFailed, NoEngineLeft, UserError
 from rollout.fleet import fleet
 from rollout.fleet.engine_list import EngineList, keep_shown
 
@@ -225,6 +227,71 @@ def test_a_folder_has_a_file_for_each_command(tmp_path):
         "10.0.0.1-2": "http://10.0.0.1:2",
         "10.0.0.2-1": "http://10.0.0.2:1",
     }
+
+
+def test_engines_behind_one_gateway_are_told_apart_by_their_paths(tmp_path):
+    listed = Listed(tmp_path / "urls.json")
+    listed.path.write_text('["http://gw/e0/", "http://gw/e1", "http://gw:81/e0"]')
+    assert list(listed.read()) == ["gw-e0", "gw-e1", "gw-81-e0"]
+    listed.path.write_text('["http://gw/e0", "https://gw/e0"]')
+    with pytest.raises(UserError, match="https://gw/e0 and http://gw/e0 are both named gw-e0"):
+        listed.read()
+
+
+@pytest.mark.parametrize("of_folder", [True, False])
+def test_a_list_that_others_could_have_written_is_not_read(tmp_path, monkeypatch, of_folder):
+    listed = Listed(tmp_path / "urls.json")
+    path = tmp_path if of_folder else listed.path
+    listed.path = path
+    assert listed.read() == {}
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+    with pytest.raises(UserError, match=f"everybody may write to {path}"):
+        listed.read()
+    path.chmod(0o700)
+    assert listed.read() == {}
+    os.chown(path, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(UserError, match=f"{path} is another user's"):
+        listed.read()
+
+
+@pytest.mark.site(["a-1", "b-1"], restart={"backoff_s": 0.02, "limit": 2, "window_s": 1.0})
+async def test_a_listed_engine_that_was_given_up_is_tried_again_after_the_window(site, tmp_path):
+    listed = Listed(tmp_path / "urls.json")
+    listed.path.write_text('["http://a:1", "http://b:1"]')
+    site.fleet._listed = listed
+    b = site.engines[1]
+
+    async def fails():
+        raise EngineFailed("nothing answers")
+
+    b.start = fails
+    await site.fleet.failed(b, "its machine is away")
+    await site.until("serving dead")
+    while site.fleet.members[1].health.can_come_back:
+        await asyncio.sleep(0.05)
+    del b.start
+    await site.publish(2)
+    assert site.states() == "serving dead"
+    await asyncio.sleep(1.1)
+    await site.publish(3)
+    await site.until("serving stale")
+    assert listed.built == []
+
+
+@pytest.mark.site("ab")
+async def test_an_engine_that_is_taken_out_twice_leaves_once(site):
+    a = site.engines[0]
+    a.delay_s = 30.0
+    asked = asyncio.gather(*(site.one(i) for i in range(2)))
+    while not a.calls:
+        await asyncio.sleep(0.005)
+    site.fleet.draining(a)
+    leaving = asyncio.gather(site.fleet.leave(a), site.fleet.leave(a))
+    await asyncio.sleep(0)
+    site.fleet.published(a, 2)
+    await asyncio.wait_for(leaving, 2)
+    assert site.fleet._departed == ["a"]
+    assert [one.finish_reason for [one] in await asked].count("abort") == 1
 
 
 @pytest.mark.site(["a-1"])
