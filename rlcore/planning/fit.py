@@ -58,7 +58,11 @@ def needs(layout: Layout, job: Job) -> Needs:
     """Estimate the needs of the fullest pipeline stage, including publications and NCCL."""
     load = job.load(layout)
     stages = (stage_needs(layout, load, job, stage) for stage in range(layout.pipeline))
-    found = max(stages, key=lambda stage: stage.peak)
+    return max((_with_groups(found, layout, job) for found in stages), key=lambda stage: stage.peak)
+
+
+def _with_groups(found: Needs, layout: Layout, job: Job) -> Needs:
+    """Add publications and NCCL to the needs of a stage."""
     phases = dict(found.phases)
     resident = dict(found.resident)
     if (published := job.publication) is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_models
+from backends.megatron.policy_checks import check_policy
 from rlcore.config import Config
 from rlcore.config.derived import world_size
 from rlcore.errors import ConfigError, RunFailed, UserError
@@ -101,6 +102,7 @@ def _checked(config: Config, world: int, skew: float) -> tuple[Architecture, Job
         )
     arch, others = read_models(config, weights=False)
     parallel = config.policy.parallel
+    check_policy(config, arch, None)
     check_layout(arch, parallel, world)
     check_others(others, parallel, world)
     check_vocabularies(others, arch)

@@ -13,7 +13,15 @@ from backends.megatron.convert.read import read_architecture
 from rlcore.config.load import load_config
 from rlcore.launch.commands.dryrun import dry_run
 from rlcore.launch.commands.plan import configured_layout
-from rlcore.planning.fit import CHANNELS, MIB, communicators, nccl_bytes, training_groups
+from rlcore.planning.fit import (
+    CHANNELS,
+    MIB,
+    communicators,
+    nccl_bytes,
+    needs,
+    stage_needs,
+    training_groups,
+)
 from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import Layout
 from rlcore.planning.publication import Publication
@@ -89,6 +97,26 @@ def test_groups_of_a_publication() -> None:
     by_handle = Publication((8,), 8, engines=6, transport="tensor", senders=6)
     assert communicators(layout, job_of(by_handle)) == alone + 2
     assert communicators(Layout(), job_of(by_handle)) == 0
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_the_fullest_stage_is_that_of_the_whole_step(transport: str) -> None:
+    """A publication may be the peak of a stage whose passes need less than another's."""
+    published = Publication((1 << 30,), 1 << 30, 1, transport, 1, colocated=True)
+    job = job_of(published, replace(DENSE, layers=9))
+    for stages in ((2, 7), (7, 2), (4, 5)):
+        layout = Layout(tensor=2, pipeline=2, stages=stages)
+        alone = [stage_needs(layout, job.load(layout), job, stage) for stage in (0, 1)]
+        buffers = published.buffers(layout)
+        during = published.engine_bytes
+        if transport == "tensor":
+            during += buffers + published.two_buckets
+            buffers = 0
+        peaks = [
+            sum(one.resident.values()) + buffers + max(*one.phases.values(), during)
+            for one in alone
+        ]
+        assert needs(layout, job).peak == max(peaks) + nccl_bytes(layout, job)
 
 
 def test_bytes_are_those_of_the_channels() -> None:

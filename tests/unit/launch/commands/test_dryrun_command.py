@@ -117,6 +117,7 @@ def test_more_tokens_for_the_experts_of_the_rank(cut: Path, dry_run) -> None:
         (["policy.parallel.tensor=3"], "policy.parallel: tensor 3"),
         (["policy.parallel.pipeline=4"], "does not divide the model's 2 layers"),
         (["policy.parallel.expert=2"], "policy.parallel.expert: the qwen2 model has no experts"),
+        (["policy.routing_replay=logprobs"], "policy.routing_replay: the qwen2 model has no"),
         (["policy.fp8.format=hybrid"], "policy.fp8: a dry run has Megatron's own layers"),
         (["model.path=/nowhere"], "/nowhere: no such folder"),
     ],
