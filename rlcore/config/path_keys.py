@@ -76,7 +76,7 @@ def path_error(given: str, leads_to: LeadsTo) -> str | None:
         path, _ = split_reference(path)
     if not path.exists():
         return f"{path} does not exist; {expected}"
-    is_folder = kind in ("folder", "checkpoint")
+    is_folder = path.is_dir() if kind == "list" else kind in ("folder", "checkpoint")
     if path.is_dir() != is_folder:
         return f"{path} is a {'file' if is_folder else 'folder'}; {expected}"
     if not os.access(path, os.R_OK | os.X_OK if is_folder else os.R_OK):

@@ -249,14 +249,16 @@ def build_rank0(
     backend: PolicyBackend,
     credit: CreditAssignment,
     steps: int,
+    stack: ExitStack,
 ) -> RankZero:
-    """Make rank 0's own parts, and start its trackers."""
+    """Make rank 0's own parts, and start its trackers; `stack` closes them if nobody else does."""
     config = loaded.config
     found = run.resume_from
     tracker = build_trackers(
         config, run.directory, found.state["tracker"] if found else None, total_steps=steps
     )
     threads = f"{torch.get_num_threads()} a process (run.threads)"
+    stack.callback(tracker.close, "failed")
     tracker.start({"run": str(run.directory.path), **backend.describe(), "threads": threads})
     if handles.prompt_lengths is not None:
         tracker.show_prompt_lengths(handles.prompt_lengths)

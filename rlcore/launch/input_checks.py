@@ -64,6 +64,7 @@ from rollout.workflows.registry import WORKFLOWS, check_options
 # Exists if a GPU can be used.
 GPU_DRIVER = Path("/dev/nvidiactl")
 # Keywords of estimators that have keys of their own.
+WORKFLOW = "rollout.workflow"
 SET_ELSEWHERE = {*COEFFICIENTS, PART_WEIGHTS}
 MADE = (
     "Estimator, loss and curriculum are known, take the keywords given, and can be built",
@@ -272,14 +273,6 @@ def _engine_issues(config: Config, warnings: list[ConfigIssue]) -> list[ConfigIs
 def _function_issues(config: Config) -> Iterator[ConfigIssue]:
     """Yield the errors of reward functions, workflows, environments and filters."""
     sets = evaluation_sets(config)
-    own = config.rollout.workflow
-    if own.name in WORKFLOWS and generates(config):
-        try:
-            check_options(own.name, own.options)
-        except ConfigError as error:
-            # The message begins with the key, as `ConfigIssue` wants it.
-            path, _, message = str(error).partition(": ")
-            yield ConfigIssue(path, message)
     rewards = {"reward": config.reward}
     rewards |= {f"{one.key}.reward": one.reward for one in sets if one.reward}
     for key, reward in rewards.items():
@@ -287,9 +280,16 @@ def _function_issues(config: Config) -> Iterator[ConfigIssue]:
             if part.function is not None and ":" in part.function:
                 reason_of = partial(signature_problem, args=part.args)
                 yield from _call_issues(f"{key}.parts.{name}.function", part.function, reason_of)
-    workflows = {"rollout.workflow": own}
+    workflows = {WORKFLOW: config.rollout.workflow}
     workflows |= {f"{one.key}.workflow": one.workflow for one in sets if one.workflow}
     for path, workflow in workflows.items():
+        if workflow.name in WORKFLOWS and generates(config):
+            try:
+                check_options(workflow.name, workflow.options)
+            except ConfigError as error:
+                # The message begins with the key of the run's own workflow.
+                key, _, message = str(error).partition(": ")
+                yield ConfigIssue(f"{path}{key.removeprefix(WORKFLOW)}", message)
         reason_of = partial(_workflow_reason, options=workflow.options)
         yield from _call_issues(path, workflow.name, reason_of, WORKFLOWS)
     for index, name in enumerate(config.rollout.filters):

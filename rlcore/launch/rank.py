@@ -137,7 +137,7 @@ def run_rank(
             newest = run.resume_from.state.get("version") if run.resume_from else None
             journal = VersionJournal(run.directory.versions_path, newest=newest or 0)
             rank0 = build_rank0(
-                loaded, process, on_rank0(handles), run, journal, backend, credit, steps
+                loaded, process, on_rank0(handles), run, journal, backend, credit, steps, stack
             )
         publisher = build_weight_publisher(config, process, backend, handles, journal, stack)
         trainer = Trainer(

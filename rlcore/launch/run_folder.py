@@ -129,7 +129,8 @@ def describe_run(run: Path) -> Iterator[str]:
     else:
         state = "is held by no process: it was killed, or its file system has no locks"
     yield f"{directory.name}: step {rows[-1]['step'] if rows else 0}, {state}"
-    for line in engine_lines(run):
+    # The file of a run that has ended holds the last states, of engines that it has ended too.
+    for line in engine_lines(run) if holder is not None or result is None else ():
         yield f"  {line}"
 
 

@@ -225,14 +225,21 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
             f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite,"
             " or choose another run.name"
         )
-    config = path / CONFIG
-    is_ours = config.is_file() and config.read_bytes().startswith(HEADER.encode())
-    if existing and overwrite and not (is_ours and (path / LOCK).is_file()):
+    if existing and overwrite and not _is_ours(path):
         raise UserError(
             f"--overwrite: {path} does not look like a run (one has {LOCK}, and a {CONFIG} that"
             " rlcore wrote); delete it yourself, or choose another run.name"
         )
     return existing
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder has the lock and the configuration of a run."""
+    try:
+        return (path / LOCK).is_file() and (path / CONFIG).read_bytes().startswith(HEADER.encode())
+    # There is none, or it is another user's.
+    except OSError:
+        return False
 
 
 def check_plain_name(name: str) -> None:

@@ -124,8 +124,9 @@ class Recorder:
                 return
             try:
                 write(self._file)
-            # Recovery: the run continues without a timeline.
-            except (OSError, DataError) as error:
+            # Recovery: the run continues without a timeline. TypeError: half a surrogate pair in a
+            # name, which no file can hold.
+            except (OSError, DataError, TypeError) as error:
                 logger.warning("the timeline is not recorded any more: %s", error)
                 self.close()
 

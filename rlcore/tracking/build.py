@@ -43,6 +43,7 @@ class Trackers(BaseTracker):
         self._progress = progress
         self.optional = dict(optional)
         self._notices = notices
+        self._closed = False
 
     @property
     def url(self) -> str | None:  # type: ignore[override]
@@ -79,7 +80,10 @@ class Trackers(BaseTracker):
         return {name: state for name, state in states.items() if state}
 
     def close(self, status: str) -> None:
-        self._each(lambda tracker: tracker.close(status))
+        """Close every tracker; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._each(lambda tracker: tracker.close(status))
 
     def _each(self, call: Callable[[BaseTracker], None]) -> None:
         call(self._progress)

@@ -344,7 +344,7 @@ def _speed(row: Row, history: History) -> str:
 
 @rule(
     "an engine is out",
-    "rollout/engine_restarts and the log of rank 0 (under Ray: service.log)",
+    "rollout/engine_restarts and service.log (with rollout.service: in_process the log of rank 0)",
     patience=2,
 )
 def _engines(row: Row, history: History) -> str:

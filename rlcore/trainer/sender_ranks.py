@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,10 +225,11 @@ class SenderRanks:
     def _fail(self, error: RlcoreError) -> None:
         """Record a failure, and let no rank send more than the engines wait for."""
         self.failure = error
-        try:
-            self._stop = on_rank0(self._calls)("stop")
-        # recovery: no engine waits for anything any more
-        except RlcoreError:
-            self._stop = {}
+        self._stop = {}
+        # After a missed deadline another call would wait as long again.
+        if not isinstance(error, DeadlineExceeded):
+            # recovery: no engine waits for anything any more
+            with suppress(RlcoreError):
+                self._stop = on_rank0(self._calls)("stop")
         key = f"publications/{self._number}/stopped"
         self._sync.store.set(key, json.dumps(self._stop))

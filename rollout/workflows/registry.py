@@ -25,7 +25,7 @@ WORKFLOWS: dict[str, Any] = {
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse keys of `rollout.workflow` that a registered workflow would refuse (ConfigError)."""
+    """Refuse keys that a registered workflow would refuse (ConfigError, of `rollout.workflow`)."""
     workflow = WORKFLOWS[name]
     try:
         inspect.signature(workflow).bind(None, **options)

@@ -113,8 +113,8 @@ def engine_servers(config: Config) -> Found:
     with_tls = config.cluster.tls is not None
     if engine.is_external:
         why = (
-            "engines given by rollout.engine.urls are started elsewhere: leave it out here, and"
-            " give it to `rlcore engine` if that starts them"
+            f"engines given by {engine.named_by} are started elsewhere: leave it out here, and give"
+            " it to `rlcore engine` if that starts them"
         )
         # For an engine of another package `server` holds the options of its class.
         options = ("server",) if is_import_path(engine.kind) else ()
@@ -261,7 +261,7 @@ def colocated(config: Config) -> Found:
     if not engine.colocated or not generates(config):
         return
     if engine.is_external:
-        message = "engines given by rollout.engine.urls are stopped and started elsewhere"
+        message = f"engines given by {engine.named_by} are stopped and started elsewhere"
         yield COLOCATED, f"{message}: turn it off"
     if (versions := config.rollout.max_staleness) > 0:
         yield (

@@ -16,6 +16,7 @@ from pydantic import (
 
 from rlcore.config.engine_registry import check_name
 from rlcore.config.sections.base import (
+    ListPath,
     OutputPath,
     Plugin,
     Probability,
@@ -103,7 +104,7 @@ class EngineConfig(Section):
     """SGLang: interpreter of the engine's own environment; default: that of .venv-sglang."""
     urls: list[str] = Field(default_factory=list)
     """SGLang: URLs of external engines, instead of engines that the run starts."""
-    urls_file: str | None = None
+    urls_file: ListPath | None = None
     """SGLang: a JSON file with a list of such URLs, or a folder of such files. It is read again
     before each publication: engines may come and go."""
     tensor_parallel: PositiveInt = 1
@@ -150,6 +151,11 @@ class EngineConfig(Section):
     def is_external(self) -> bool:
         """Whether the engines are external."""
         return bool(self.urls) or self.urls_file is not None
+
+    @property
+    def named_by(self) -> str:
+        """The key that names external engines."""
+        return f"rollout.engine.{'urls' if self.urls_file is None else 'urls_file'}"
 
 
 class WorkflowConfig(Plugin):

@@ -1,4 +1,4 @@
 """The rollout service in a child process of rank 0, under every launcher.
 
-`child` and `host` run in the child; `process` and `client` in rank 0.
+`child` runs in the child, `client` in rank 0; `frames` has their messages.
 """

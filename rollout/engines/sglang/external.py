@@ -46,7 +46,7 @@ class ExternalServer:
         tls: TLSConfig | None = None,
     ) -> None:
         self.name = name
-        self._named_by = f"rollout.engine.{'urls_file' if config.urls_file else 'urls'}"
+        self._named_by = config.named_by
         self.url = url.rstrip("/")
         self.model_path = model_path
         self.config = config

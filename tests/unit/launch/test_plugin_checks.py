@@ -205,6 +205,9 @@ def test_environments_that_cannot_work_are_refused(
     lines = [f"rollout: {{workflow: {{name: env, {given}}}}}"]
     (message,) = validate(tmp_path, lines, capsys)
     assert re.match(said, message), message
+    of_a_set = [f"evaluation: {{sets: {{x: {{paths: x, workflow: {{name: env, {given}}}}}}}}}"]
+    (message,) = validate(tmp_path, of_a_set, capsys)
+    assert re.match(said.replace(r"rollout\.", r"evaluation\.sets\.x\."), message), message
 
 
 def test_an_environment_that_can_work_is_accepted() -> None:

@@ -116,16 +116,16 @@ def test_the_status_of_a_run_tells_its_step_its_end_and_its_engines(tmp_path: Pa
     [line] = describe_run(directory.path)
     assert line.startswith("a: step 0, is held by no process: it was killed")
     directory.metrics_path.write_text('{"step": 1}\n{"step": 7}\n')
-    directory.write_result("completed", 7)
     row = {"engine": "engine-0", "url": None, "state": "serving", "version": 8}
     by_url = {**row, "engine": "b", "url": "http://b:1"}
     rows = [{"requests": 3, "restarts": 1, **one} for one in (row, by_url)]
     directory.engines_path.write_text(json.dumps(rows))
-    assert list(describe_run(directory.path)) == [
-        "a: step 7, has ended: completed",
+    assert list(describe_run(directory.path))[1:] == [
         "  engine-0: serving, version 8, 3 requests, 1 restarts",
         "  b at http://b:1: serving, version 8, 3 requests, 1 restarts",
     ]
+    directory.write_result("completed", 7)
+    assert list(describe_run(directory.path)) == ["a: step 7, has ended: completed"]
 
 
 def test_the_status_of_a_run_that_goes_on_names_its_process(tmp_path: Path) -> None:

@@ -81,6 +81,23 @@ def test_overwrite_needs_the_lock_and_configuration_of_a_run(tmp_path: Path, los
     assert run.metrics_path.exists()
 
 
+def test_a_configuration_that_may_not_be_read_is_no_run_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = used(tmp_path)
+    read = Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path == run.config_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(UserError, match="does not look like a run"):
+        RunDirectory.create(tmp_path, "a", overwrite=True)
+    RunDirectory.create(tmp_path, "a", resume=True).close()
+
+
 def test_overwrite_leaves_and_names_what_no_run_writes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -208,6 +208,14 @@ def test_a_disk_that_refuses_ends_the_timeline_and_not_the_run(
     assert not recorder.enabled
 
 
+def test_a_name_that_no_file_can_hold_does_not_end_the_run(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    recorder.begin(1)
+    recorder.add(("tools", "\ud800"), "\ud800", 1.0, 2.0)
+    recorder.flush(1)
+    assert not recorder.enabled
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
     step_of(recorder, 1)

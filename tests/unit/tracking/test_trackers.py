@@ -104,6 +104,7 @@ def test_an_optional_tracker_that_fails_does_not_end_the_run(
     for step in (1, 2, 3):
         trackers.log(step, {})
     trackers.close("completed")
+    trackers.close("failed")
     assert sound.steps == other.steps == [1, 2, 3]
     assert failing.steps == [1]
     assert (sound.closed, other.closed, failing.closed) == ("completed", "completed", "")
