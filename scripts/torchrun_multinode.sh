@@ -24,9 +24,14 @@ engines=()
 if [ -n "${ENGINES:-}" ]; then
     : "${ENGINE_NODES:?the number of nodes that run engines.sh}"
     need_keys
-    # its output is a pipe, so that it ends when this script does
-    ready=$("$python" "$root/scripts/engine_urls.py" "$ENGINES" "$ENGINE_NODES" "${ENGINES_TIMEOUT_S:-1800}")
-    echo "engines: $ready"
+    listed() { find "$ENGINES" -maxdepth 1 -name '*.json' -printf '%f ' 2>/dev/null || true; }
+    echo "waiting for $ENGINE_NODES engine nodes in $ENGINES"
+    until [ "$(listed | wc -w)" -ge "$ENGINE_NODES" ]; do
+        [ $SECONDS -lt "${ENGINES_TIMEOUT_S:-1800}" ] || fail "$(listed | wc -w) of $ENGINE_NODES engine nodes are ready after" \
+            "${ENGINES_TIMEOUT_S:-1800} s (ENGINES_TIMEOUT_S): $(listed); look at the output of engines.sh on the others"
+        sleep 1
+    done
+    echo "engines: $(listed)"
     engines=(rollout.engine.kind=sglang "rollout.engine.urls_file=$ENGINES")
 elif [ -n "${ENGINE_URLS:-}" ]; then
     engines=(rollout.engine.kind=sglang "rollout.engine.urls=[${ENGINE_URLS//,/, }]")

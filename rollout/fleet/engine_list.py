@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,14 +37,19 @@ class EngineList:
         self._factory = factory_of(config.rollout.engine.kind)
 
     def read(self) -> dict[str, str]:
-        """Return the URL of each engine by its name, which is made of host and port.
+        """Return the URL of each engine by its name, which is made of the URL.
 
         Raises:
-            UserError: a file cannot be read, or is not a list of URLs.
+            UserError: a file cannot be read, is not a list of URLs, or may have been written by
+                others, who would get the engines' keys; or two URLs give one name.
         """
         found: dict[str, str] = {}
-        for path in sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]:
+        is_folder = self.path.is_dir()
+        if is_folder:
+            _check_owner(self.path)
+        for path in sorted(self.path.glob("*.json")) if is_folder else [self.path]:
             try:
+                _check_owner(path)
                 urls = orjson.loads(path.read_bytes())
             # An engine's command deletes its file when the engine has ended.
             except FileNotFoundError:
@@ -56,7 +63,9 @@ class EngineList:
             for url in urls:
                 if problem := url_problem(url, with_tls=self._config.cluster.tls is not None):
                     raise UserError(f"{KEY}: {path}: {problem}")
-                found[external_name(url)] = url.rstrip("/")
+                name = external_name(url)
+                if (other := found.setdefault(name, url.rstrip("/"))) != url.rstrip("/"):
+                    raise UserError(f"{KEY}: {path}: {url} and {other} are both named {name}")
         return found
 
     def build_all(self) -> list[RolloutEngine]:
@@ -79,14 +88,35 @@ async def keep_shown(members: Sequence[Member], path: Path) -> None:
         if rows != shown:
             try:
                 await asyncio.to_thread(write_atomic, path, orjson.dumps(rows))
+                shown = rows
             # recovery: the next round writes again; the file is for display only
             except OSError as error:
                 logger.warning("%s cannot be written: %s", path, error)
-            shown = rows
         await asyncio.sleep(SHOW_S)
 
 
 def external_name(url: str) -> str:
-    """Return the name of an engine, made of host and port and unique in a run."""
-    parts = urlsplit(url)
-    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname}-{parts.port}").lstrip("-")
+    """Return the name of an engine, made of host, port and path."""
+    parts = urlsplit(url.rstrip("/"))
+    port = "" if parts.port is None else f"-{parts.port}"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname}{port}{parts.path}").lstrip("-")
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse a file or folder of another user, or one that everybody may write to.
+
+    Raises:
+        UserError: names it.
+        FileNotFoundError: there is none.
+    """
+    found = path.stat()
+    if found.st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"{KEY}: everybody may write to {path}, and so send the engines' keys anywhere: chmod"
+            f" o-w {path}, or take another path"
+        )
+    if found.st_uid not in (os.getuid(), 0):
+        raise UserError(
+            f"{KEY}: {path} is another user's (uid {found.st_uid}), who would get the engines'"
+            " keys: take a path of your own"
+        )

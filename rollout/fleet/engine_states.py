@@ -121,6 +121,12 @@ class Health:
             return self.restarts_left > 0
         return self.state is not State.LEAVING
 
+    def may_try_again(self, now: float) -> bool:
+        """Whether an engine that is dead for good used up its restarts more than a window ago."""
+        latest = max(self.restarted_at, default=now)
+        dead = self.state is State.DEAD and not self.can_come_back
+        return dead and now - latest > self.restart.window_s
+
     @property
     def pause_s(self) -> float:
         """Seconds before the next restart, doubled with each failed start."""

@@ -98,23 +98,21 @@ class Fleet:
         self._spawn(self._start_again(member))
 
     async def leave(self, engine: RolloutEngine) -> None:
-        """Take an engine out of the fleet and disconnect from it. No-op if it has left.
+        """Take an engine out of the fleet and disconnect from it. No-op if it has left or leaves.
 
         Its requests in flight are aborted and continue at other engines from the tokens made so
         far. Its start or a publication in progress ends first.
         """
         member = self._find(engine)
-        if member is None:
+        if member is None or member.leaves:
             return
+        member.leaves = True
         while member.health.state in (State.DRAINING, State.STARTING):
             await self._change(None)
         if member.health.accepts(Event.LEAVE):
             member.health.on(Event.LEAVE)
             self._state_changed()
             await self._take_requests_back(member)
-        # A concurrent call may have removed the member.
-        if member not in self.members:
-            return
         self.members.remove(member)
         self._departed.append(member.name)
         self._departed_restarts += member.health.restarts
@@ -187,9 +185,12 @@ class Fleet:
             return
         known = {member.name for member in self.members}
         for member in self.members:
-            if member.name not in named and member.health.state is not State.LEAVING:
+            if member.name not in named and not member.leaves:
                 logger.info("engine %s leaves: it is not in %s any more", member.name, listed.path)
                 self._spawn(self.leave(member.engine))
+            elif member.health.may_try_again(time.monotonic()):
+                logger.info("engine %s is still in the list: it is started again", member.name)
+                self._spawn(self._start_again(member))
         for name, url in named.items():
             if name not in known:
                 logger.info("engine %s is new in %s", name, listed.path)

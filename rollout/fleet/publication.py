@@ -113,7 +113,7 @@ class WeightPublication:
     async def finish(self, version: int, result: Any) -> None:
         """Verify and close the update, and resume the engines on `version`.
 
-        Raises PublicationFailed or RunFailed when no engine is left.
+        Raises PublicationFailed when no engine is left.
 
         Args:
             result: rank 0's result of `BucketSender.finish`.
@@ -132,8 +132,6 @@ class WeightPublication:
     async def cancel(self) -> None:
         """Cancel the transaction. The engines stay paused and refuse to generate until they have
         taken a whole update.
-
-        Raises RunFailed when the last engine failed during the cancellation.
         """
         failed = {} if self._transport is None else await self._transport.give_up()
         try:

@@ -39,6 +39,8 @@ class Member:
     down: asyncio.Future[str] | None = None
     # Ends the engine after its last failure.
     ending: asyncio.Task[None] | None = None
+    # Whether it is being taken out of the fleet.
+    leaves: bool = False
 
     @property
     def name(self) -> str:
