@@ -107,9 +107,6 @@ def group_mean_std(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return (origin + mean)[inverse], std[inverse]
 
 
-# --- normalisation of advantages ------------------------------------------------------------------
-
-
 # --- float64 arithmetic over long float32 vectors -------------------------------------------------
 
 # A float64 copy of a batch takes twice its memory, and the first touch of new memory costs more

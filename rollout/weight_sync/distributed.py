@@ -1,7 +1,7 @@
 """Engines in other processes take each bucket over process groups (process_group.py).
 
 Each engine has its own group with one rank of the trainer, which sends it every bucket, and with
-the ranks that help the sender (groups/assignment.py). All ranks send at once. A hung engine blocks
+the ranks that help the sender (assignment.py). All ranks send at once. A hung engine blocks
 only its sender, and only until the publication has failed.
 
 An engine that queues calls is called for a bucket when the previous one begins to leave, so that it

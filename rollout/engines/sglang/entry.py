@@ -16,7 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
-    # The script's own folder is on the path: its http.py would shadow the standard library's.
+    # The script's own folder is on the path, where a file could shadow a module of the same name.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
 
 import argparse  # noqa: E402
