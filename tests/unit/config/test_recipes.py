@@ -153,7 +153,7 @@ OTHERS = [
     ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
     *(["word_problems/data.yaml", f"word_problems/{name}.yaml"] for name in ("sft", "grpo")),
     *(["calculator/base.yaml", f"calculator/{name}.yaml"] for name in ("sft", "grpo")),
-    ["calculator/base.yaml", "agent/grpo.yaml"],
+    ["calculator/base.yaml", "agent/grpo.yaml"], ["smollm2/base.yaml", "smollm2/addition.yaml"],
 ]  # fmt: skip
 
 
