@@ -34,7 +34,7 @@ from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RankAddress, RolloutSource
 from rlcore.launch.engines import build_service, visible_names
-from rlcore.launch.process import Process
+from rlcore.launch.process import Process, choose_threads
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
 from rlcore.launch.service.client import RemoteMemory, ServiceClient
 from rlcore.planning.devices import peak_flops
@@ -160,7 +160,7 @@ def open_handles(
 
 
 def start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
-    """Let rank 0 start the engines. Collective."""
+    """Let rank 0 start the engines, then choose this rank's number of threads. Collective."""
     # A large model takes long to load.
     limit_s = config.cluster.start_timeout_s + restart_timeout_s(
         config.rollout.engine, placement_timeout_s(config)
@@ -169,6 +169,7 @@ def start_engines(process: Process, config: Config, handles: RolloutHandles | No
         process.sync.run_on_rank0(
             "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=limit_s
         )
+        choose_threads(config)
 
 
 def build_weight_publisher(

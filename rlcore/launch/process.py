@@ -125,8 +125,6 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
     hide_secrets(config.model_dump())
     with rank_log(int(os.environ["RANK"]) if is_rank() else 0) as log:
         set_up_torch(config)
-        if config.run.threads is None and threads_at_most() is not None:
-            choose_threads(config)
         if is_rank():
             with _among_ranks(config, log, has_steps) as process:
                 yield process
@@ -159,11 +157,15 @@ def choose_threads(config: Config) -> None:
     """Compute with one thread on the CPU if several are not faster, by a measurement.
 
     A small model's operations end before other threads have woken, and on a busy machine each
-    operation waits for the slowest thread. A deterministic run keeps its share of the cores, since
+    operation waits for the slowest thread. So it is measured once the run's own processes have
+    started, which would take the cores. A deterministic run keeps its share of the cores, since
     sums depend on the number of threads.
     """
     several = torch.get_num_threads()
-    if several == 1 or config.run.deterministic or torch.cuda.is_available():
+    run = config.run
+    if several == 1 or run.threads is not None or threads_at_most() is None:
+        return
+    if run.deterministic or torch.cuda.is_available():
         return
     hidden = min(text_model_size(config.model.path, "hidden_size") or MAX_PROBED, MAX_PROBED)
     seconds: dict[int, list[float]] = {1: [], several: []}

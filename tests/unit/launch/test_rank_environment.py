@@ -73,6 +73,7 @@ def test_a_run_computes_with_several_threads_where_they_are_faster(
 ) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(
         process, "_seconds_of_a_layer", lambda _: one if torch.get_num_threads() == 1 else several
     )
@@ -83,8 +84,12 @@ def test_a_run_computes_with_several_threads_where_they_are_faster(
         assert torch.get_num_threads() == chosen
         assert f"threads: {chosen} (a layer of width 32" in caplog.text
         torch.set_num_threads(4)
-        deterministic = {"name": "a", "deterministic": True}
-        process.choose_threads(small_config(model={"path": str(tiny_model)}, run=deterministic))
+        for kept in ({"deterministic": True}, {"threads": 2}):
+            run = {"name": "a", **kept}
+            process.choose_threads(small_config(model={"path": str(tiny_model)}, run=run))
+            assert torch.get_num_threads() == 4
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        process.choose_threads(small_config(model={"path": str(tiny_model)}))
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
