@@ -89,7 +89,7 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
      "tokens", "nats"),
     ("step_kl", mean, "policy/step_kl", "half the squared log-ratio of the policy after the step, "
      "of one optimizer step or more, to the one before it; 0 where none was taken",
-     "tokens of a micro-batch a replica", "nats"),
+     "some tokens of each replica", "nats"),
     ("clipfrac", mean, "policy/clipfrac_avg", "1 where the clip changes the policy loss", "tokens",
      "share"),
     ("clipfrac_high", mean, "policy/clipfrac_high_avg", "1 where the upper limit does", "tokens",

@@ -48,7 +48,7 @@ BUDGETS = {
     "rollout/sandbox": 1_050,  # confinement
     "rollout/weight_sync": 2_700,  # publications and transports
     "rollout/workflows": 1_250,  # environments, agents, MCP
-    "backends/megatron": 10_000,  # models, passes, checkpoints, conversion
+    "backends/megatron": 10_020,  # models, passes, checkpoints, conversion
     "backends/megatron/dryrun": 900,  # single ranks at real size
 }
 

@@ -231,16 +231,40 @@ class LocalBatch:
         """The packs of one optimizer step; every pass and epoch uses the same."""
         if minibatch not in self._packs:
             offsets = self.minibatches[minibatch].offsets
-            shared = [self._sharing(a, b) for a, b in pairwise(offsets)]
-            sizes = [pack_size(one.size, self._pad_multiple) for one in shared]
-            # Pipeline stages exchange activations of one shape.
-            if self._parallel.pp_size > 1:
-                sizes = [max(sizes)] * len(sizes)
-            self._packs[minibatch] = [
-                make_micro_batch(self.batch, a, b, size, self._device, self._parallel.cp, sharing)
-                for (a, b), size, sharing in zip(pairwise(offsets), sizes, shared)
-            ]
+            self._packs[minibatch] = self._pack([*pairwise(offsets)])
         return self._packs[minibatch]
+
+    def excerpts(self, micro_batches: Sequence[MicroBatch], tokens: int) -> list[MicroBatch]:
+        """Pack a few consecutive sequences of each micro-batch again.
+
+        They hold at least `tokens` trainable tokens, or all of the micro-batch. The contents of the
+        batch choose where they begin, alike on all ranks of a replica.
+        """
+        at = int(self.batch.tokens.sum(dtype=torch.int64))
+        ranges = []
+        for micro in micro_batches:
+            first = micro.sequences.start
+            last = micro.sequences.stop
+            rows = self.batch.cu_seqlens[first : last + 1]
+            # The last sequence at which enough tokens follow.
+            most = int((rows[-1] - rows >= tokens).sum()) - 1
+            begin = at % (last - first) if last > first else 0
+            begin = max(0, min(begin, most))
+            count = int((rows - rows[begin] < tokens).sum())
+            ranges.append((first + begin, min(first + count, last)))
+        return self._pack(ranges)
+
+    def _pack(self, ranges: Sequence[tuple[int, int]]) -> list[MicroBatch]:
+        """Pack each range of sequences."""
+        shared = [self._sharing(a, b) for a, b in ranges]
+        sizes = [pack_size(one.size, self._pad_multiple) for one in shared]
+        # Pipeline stages exchange activations of one shape.
+        if self._parallel.pp_size > 1:
+            sizes = [max(sizes)] * len(sizes)
+        return [
+            make_micro_batch(self.batch, a, b, size, self._device, self._parallel.cp, sharing)
+            for (a, b), size, sharing in zip(ranges, sizes, shared)
+        ]
 
     def _sharing(self, first: int, last: int) -> Sharing:
         """The slots of the tokens of sequences [first, last) in their pack."""

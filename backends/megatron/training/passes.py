@@ -35,6 +35,10 @@ from rlcore.algorithms import (
 )
 from rlcore.config.sections.policy import CriticConfig
 
+# `step_kl` is measured on so many trainable tokens of a replica at least, and on this share.
+MEASURED_TOKENS = 128
+MEASURED_SHARE = 1 / 16
+
 _PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
 
 
@@ -316,9 +320,9 @@ def step_distance(
 ) -> Moments:
     """Measure how far the updates of a batch moved the policy, as `step_kl`. Collective.
 
-    A forward pass over one micro-batch of each replica gives the log-probs after the updates. The
-    first update recorded the log-probs from before, with the same experts under routing replay. If
-    no update changed the weights, the distance is 0 without a pass.
+    A forward pass over a few sequences of one micro-batch of each replica gives the log-probs after
+    the updates. The first update recorded the log-probs from before, with the same experts under
+    routing replay. If no update changed the weights, the distance is 0 without a pass.
     """
     moments = Moments()
     record = batch.updates
@@ -331,12 +335,20 @@ def step_distance(
         range(0, len(micro_batches), size),
         key=lambda k: sum(micro.num_trainable for micro in micro_batches[k : k + size]),
     )
-    chosen = slice(start, start + size)
-    before = record.logprobs_before[chosen]
+    chosen = micro_batches[start : start + size]
+    total = sum(micro.num_trainable for micro in micro_batches)
+    # Experts that a pass of ours has recorded are those of a whole micro-batch.
+    is_recorded = any(micro.experts and micro.routed_experts is None for micro in chosen)
+    tokens = total if is_recorded else max(MEASURED_TOKENS, int(MEASURED_SHARE * total))
+    parts = batch.excerpts(chosen, tokens)
+    before = []
+    for whole, part, logprobs in zip(chosen, parts, record.logprobs_before[start : start + size]):
+        offset = part.rows.start - whole.rows.start
+        before.append(logprobs[offset : offset + part.num_trainable])
     after = before
     if record.moved:
         head = replace(head, entropy=False)
-        outputs = score_pass(model, micro_batches[chosen], head, routing=replaying)
+        outputs = score_pass(model, chosen if is_recorded else parts, head, routing=replaying)
         after = [output[0] for output in outputs]
     for new, old in zip(after, before):
         moments.add("step_kl", approx_kl(new, old, "k2"))

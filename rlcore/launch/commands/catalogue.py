@@ -55,7 +55,7 @@ reference model there is no KL, without a critic no value loss. Steps that train
 (`critic.warmup_steps`) have no policy loss. With one optimizer step a batch `approxkl`, the
 `clipfrac`s, `sequence_ratio` and `val/ratio` could only be 0 or 1, and are absent;
 `policy/step_kl` (k2 of J. Schulman, "Approximating KL divergence", 2020) is there for any number of
-optimizer steps, from a forward pass over one micro-batch after the last of them.
+optimizer steps, from a forward pass over a few sequences after the last of them.
 
 | name | what it is | unit, averaged over |
 |---|---|---|
