@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from rlcore.data.generation import SamplingParams
 from rlcore.data.sample import SamplingMasks
@@ -25,6 +26,7 @@ MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
+BLOCK = 128  # tokens of the vocabulary whose weights are summed together
 
 
 def philox4x32(
@@ -103,6 +105,8 @@ class SamplingTable:
 def keep_mask(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Return the tokens that top-k, then top-p on the rest, allow: bool [R, V].
 
+    Probabilities need not sum to 1.
+
     Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; the most
     probable one always stays. Equally probable tokens stay in the order of their ids.
     """
@@ -135,25 +139,46 @@ def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Draw
     logits = logits.float()
     if table.temperature is not None:
         logits = logits / table.temperature[:, None]
-    logprobs = logits.log_softmax(-1)
-    probs = logprobs.exp()
+    highest = logits.amax(-1, keepdim=True)
+    weights = (logits - highest).exp_()
     kept = None
     if table.top_p is not None and table.top_k is not None:
-        kept = keep_mask(probs, table.top_p, table.top_k)
-        probs = probs * kept
-    cdf = probs.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-    # Only NaN gives an index past the end.
-    tokens.clamp_(max=logits.shape[-1] - 1)
+        kept = keep_mask(weights, table.top_p, table.top_k)
+        tokens, mass = draw(weights * kept, uniform)
+        whole = weights.sum(-1, dtype=torch.float64)
+        if table.truncated is not None:
+            mass = torch.where(table.truncated, mass, whole)
+            kept = kept | ~table.truncated[:, None]
+        else:
+            mass = whole
+            kept = None
+    else:
+        tokens, mass = draw(weights, uniform)
     if table.greedy is not None:
-        tokens = torch.where(table.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    chosen = logprobs.gather(-1, tokens)[:, 0]
-    if table.truncated is None or kept is None:
-        return Drawn(tokens[:, 0], chosen)
-    # The last value of cdf is the mass of the kept tokens.
-    renormalised = (chosen.double() - cdf[:, -1].log()).float()
-    chosen = torch.where(table.truncated, renormalised, chosen)
-    return Drawn(tokens[:, 0], chosen, kept | ~table.truncated[:, None])
+        tokens = torch.where(table.greedy, logits.argmax(-1), tokens)
+    chosen = (logits.gather(-1, tokens[:, None]) - highest)[:, 0]
+    return Drawn(tokens, (chosen.double() - mass.log()).float(), kept)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw an index of each row with probabilities in proportion to `weights`, fp32 [R, V].
+
+    Returns the indices, int64 [R], and the rows' sums, float64 [R]. NaN weights give any index.
+    """
+    # Sums of blocks first: a whole cumulative sum would write eight bytes a token of the vocabulary.
+    size = weights.shape[-1]
+    blocks = functional.pad(weights, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+    mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    point = uniform[:, None] * mass[:, -1:]
+    block = torch.searchsorted(mass, point, right=True).clamp_(max=mass.shape[-1] - 1)
+    before = functional.pad(mass, (1, 0)).gather(-1, block)
+    own = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+    inside = before + own.cumsum(-1, dtype=torch.float64)
+    # The two sums of a block may differ by rounding; then its last token with a weight is drawn.
+    last = inside[:, -1:]
+    point = torch.where(point < last, point, last.nextafter(before))
+    tokens = block * BLOCK + torch.searchsorted(inside, point, right=True)
+    return tokens[:, 0].clamp_(max=size - 1), mass[:, -1]
 
 
 class SamplingMaskRecorder:

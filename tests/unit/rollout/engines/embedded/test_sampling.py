@@ -10,6 +10,7 @@ from scipy import stats
 from rlcore.data.generation import SamplingParams
 from rollout.engines.embedded.sampling import (
     SamplingTable,
+    draw,
     keep_mask,
     philox4x32,
     sample_tokens,
@@ -47,9 +48,9 @@ def test_uniforms_are_uniform_along_every_part_of_the_address():
 
 def test_uniforms_depend_on_the_address_alone():
     grid = uniforms(3, np.arange(5)[:, None], np.arange(4)[None, :], 2, 9)
-    for draw in range(5):
+    for row in range(5):
         for sample in range(4):
-            assert grid[draw, sample] == uniforms(3, draw, sample, 2, 9)
+            assert grid[row, sample] == uniforms(3, row, sample, 2, 9)
     assert len(np.unique(grid)) == grid.size
     # the high half of the seed counts
     assert uniforms(1 << 33, 0, 0, 0, 0) != uniforms(0, 0, 0, 0, 0)
@@ -197,6 +198,27 @@ def test_a_row_is_drawn_alike_in_any_company():
         assert (
             sample_tokens(logits[picked], table.select(picked), uniform[picked])[0] == together[row]
         )
+
+
+@pytest.mark.parametrize("size", [1, 31, 128, 129, 1000, 49_152])
+@pytest.mark.parametrize("kept", [1.0, 0.02])
+def test_a_draw_is_the_inverse_of_the_whole_cumulative_sum(size, kept):
+    """Wherever the sums of blocks end; a token without a weight is never drawn."""
+    rng = np.random.default_rng(size)
+    weights = np.exp(8 * rng.standard_normal((64, size))).astype(np.float32)
+    weights *= rng.random((64, size)) < kept
+    weights[:, rng.integers(size)] = 1e-6
+    edges = [0.0, 1 - 2**-53, 0.5, 1e-300]
+    uniform = np.concatenate([edges, rng.random(60)])
+    tokens, mass = draw(torch.from_numpy(weights), torch.from_numpy(uniform))
+    whole = weights.astype(np.float64).cumsum(1)
+    assert np.allclose(mass.numpy(), whole[:, -1], rtol=1e-6)
+    for row, token in enumerate(tokens.tolist()):
+        assert weights[row, token] > 0
+        point = uniform[row] * whole[row, -1]
+        before = whole[row, token - 1] if token else 0.0
+        rounding = 1e-6 * whole[row, -1]
+        assert before - rounding <= point < whole[row, token] + rounding
 
 
 def test_the_edges_of_the_uniform_never_reach_an_impossible_token():
