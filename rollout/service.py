@@ -74,6 +74,7 @@ class RolloutService:
         greedy_baseline: give every prompt of a step one more response, at temperature 0, that only
             gives the `baseline_reward` of its samples: it is not trained on, is not counted in
             episodes, and no filter sees it.
+        thread: the loop that runs the engines; default: one of its own.
 
     Raises:
         UserError: bad prompts, labels, rewards, filters or vocabulary sizes.
@@ -87,6 +88,7 @@ class RolloutService:
         prompts: PromptSet,
         *,
         greedy_baseline: bool = False,
+        thread: LoopThread | None = None,
     ) -> None:
         if not engines:
             raise ConfigError("the rollout service needs at least one engine")
@@ -137,7 +139,7 @@ class RolloutService:
         self._showing: Future[None] | None = None
         # counters at the last hand-over
         self._seen = self._so_far()
-        self.thread = LoopThread("rollout")
+        self.thread = LoopThread("rollout") if thread is None else thread
         self.loop = self.thread.loop
 
     def start(self, *, again: bool = False) -> None:

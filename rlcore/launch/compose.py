@@ -129,6 +129,9 @@ def open_handles(
     """
     if service is not None:
         stack.callback(service.close)
+        # The service's process imports too meanwhile.
+        import backends.megatron.backend  # noqa: F401
+
         lengths = service.open(config, greedy_baseline=greedy_baseline)
         memory = RemoteMemory(service)
         return RolloutHandles(service, service.begin_publication, len(lengths), lengths, memory)

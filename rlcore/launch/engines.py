@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,12 @@ from rlcore.config import Config
 from rlcore.config.derived import hosted_engines
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.errors import ConfigError
+from rlcore.deadlines import CLOSE_ENGINES_S, KILL_ENGINE_S
+from rlcore.errors import ConfigError, RunFailed
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import is_rank
 from rlcore.launch.logs import log_folder
+from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import EngineNode, EngineSite, factory_of
 from rollout.fleet.engine_list import EngineList
 
@@ -41,10 +44,34 @@ def build_service(config: Config, *, greedy_baseline: bool) -> tuple[RolloutServ
     from rollout.service import RolloutService
 
     engines = build_engines(config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    prompts = load_prompts(config, tokenizer)
-    service = RolloutService(config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline)
+    thread = LoopThread("rollout")
+    thread.call(_warm_up(engines), KILL_ENGINE_S, "starting the engines' processes")
+    try:
+        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+        prompts = load_prompts(config, tokenizer)
+        service = RolloutService(
+            config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline, thread=thread
+        )
+    except BaseException:
+        thread.call(_close(engines), CLOSE_ENGINES_S, "closing the engines")
+        thread.close()
+        raise
     return service, FleetMemory(service.fleet, config.rollout.engine, service.thread)
+
+
+async def _warm_up(engines: Sequence[RolloutEngine]) -> None:
+    """Let engines with a process of their own import while the run reads its input."""
+    for engine in engines:
+        warm_up = getattr(engine, "warm_up", None)
+        # recovery: the start of the engine tries again, and says why
+        with suppress(RunFailed):
+            if warm_up is not None:
+                await warm_up()
+
+
+async def _close(engines: Sequence[RolloutEngine]) -> None:
+    for engine in engines:
+        await engine.close()
 
 
 def build_engines(config: Config) -> list[RolloutEngine]:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +84,48 @@ class ChildServer:
         self.process: asyncio.subprocess.Process | None = None
         # Done, with the exit code, once the process has ended.
         self.ended: asyncio.Task[int] | None = None
+        # The other end of a running process's `ready_fd`, until `launch` waits for its report.
+        self._reader: BufferedReader | None = None
+        self._ready_fd = -1
+
+    async def spawn(
+        self, command: Sequence[str], environment: Mapping[str, str], output: Any
+    ) -> None:
+        """Run `command`, which imports and then waits for its input: see `launch`.
+
+        Call this from a thread that lives as long as the process: Linux ends the process with the
+        *thread* that made it.
+
+        Args:
+            output: where its output and errors go.
+
+        Raises:
+            RunFailed: the process cannot be run.
+        """
+        read_fd, write_fd = os.pipe()
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(write_fd,),
+                env=environment,
+                # Keeps the terminal's Ctrl-C from the process; we stop it ourselves.
+                start_new_session=True,
+            )
+        except BaseException as error:
+            os.close(read_fd)
+            if isinstance(error, OSError):
+                raise RunFailed(f"engine {self.name} cannot be started: {error}") from error
+            raise
+        finally:
+            os.close(write_fd)
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = os.fdopen(read_fd, "rb")
+        self._ready_fd = write_fd
+        self.ended = asyncio.ensure_future(_until_ended(self.process))
 
     async def launch(
         self,
@@ -94,9 +137,8 @@ class ChildServer:
     ) -> int:
         """Run `command` with `config(ready_fd)` on its input; return the port that it reports.
 
-        The process reports {"port": ...} on `ready_fd`. Call this from a thread that lives as long
-        as the process: Linux ends the process with the *thread* that made it. May be called again
-        after the process has ended.
+        The process reports {"port": ...} on `ready_fd`. If `spawn` has already started it, it gets
+        its input. May be called again after the process has ended.
 
         Args:
             environment: the process's variables.
@@ -107,31 +149,17 @@ class ChildServer:
                 the last lines of its log.
             DeadlineExceeded: the process was not ready within `timeout_s` and was killed.
         """
-        read_fd, write_fd = os.pipe()
-        reader = os.fdopen(read_fd, "rb")
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            with self.log.open("ab") as log:
-                self.process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(write_fd,),
-                    env=environment,
-                    # Keeps the terminal's Ctrl-C from the process; we stop it ourselves.
-                    start_new_session=True,
-                )
-        except BaseException as error:
-            reader.close()
-            if isinstance(error, OSError):
-                raise RunFailed(f"engine {self.name} cannot be started: {error}") from error
-            raise
-        finally:
-            os.close(write_fd)
-        self.ended = asyncio.ensure_future(_until_ended(self.process))
+            if self._reader is None or self.ended is None or self.ended.done():
+                with self.log.open("ab") as log:
+                    await self.spawn(command, environment, log)
+        except OSError as error:
+            raise RunFailed(f"engine {self.name} cannot be started: {error}") from error
+        reader = self._reader
+        self._reader = None
         try:
-            return await self._wait_ready(reader, config(write_fd), timeout_s)
+            return await self._wait_ready(reader, config(self._ready_fd), timeout_s)
         except BaseException:
             await self.kill()
             raise

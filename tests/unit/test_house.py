@@ -30,7 +30,7 @@ BUDGETS = {
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
-    "rlcore/launch": 7_650,  # 17 commands; local, torchrun, Ray; the service's process
+    "rlcore/launch": 7_680,  # 17 commands; local, torchrun, Ray; the service's process
     "rlcore/planning": 1_600,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
@@ -41,7 +41,7 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 6_450,  # SGLang, embedded, external; the contract
+    "rollout/engines": 6_490,  # SGLang, embedded, external; the contract
     "rollout/fleet": 1_650,  # states, routing, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges

@@ -94,6 +94,12 @@ class RemoteEngine:
 
     # --- life -------------------------------------------------------------------------------------
 
+    async def warm_up(self) -> None:
+        """Let the process begin to import, if it is ours; `start` does the rest."""
+        warm_up = getattr(self._server, "warm_up", None)
+        if warm_up is not None:
+            await warm_up()
+
     async def start(self) -> None:
         """Start the process. Raises RunFailed or DeadlineExceeded with the end of its log."""
         if self._client is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sys
@@ -28,7 +29,7 @@ from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import ServerConfig
 from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
 
-MODULE = "rollout.engines.embedded.server"
+COMMAND = (sys.executable, "-m", "rollout.engines.embedded.server")
 
 
 class EmbeddedServer(ChildServer):
@@ -45,23 +46,27 @@ class EmbeddedServer(ChildServer):
         self.config = config
         self.gpus = tuple(gpus)
 
+    async def warm_up(self) -> None:
+        """Let the process import while the run reads its input. It writes no log before `start`."""
+        await self.spawn(COMMAND, self._environment(), asyncio.subprocess.DEVNULL)
+
     async def start(self) -> str:
         """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
+        given = replace(self.config, parent_pid=os.getpid(), log=str(self.log))
 
         def config(ready_fd: int) -> bytes:
-            return replace(self.config, ready_fd=ready_fd, parent_pid=os.getpid()).to_json()
+            return replace(given, ready_fd=ready_fd).to_json()
 
         engine = self.config.engine
-        command = [sys.executable, "-m", MODULE]
-        on_gpu = engine.device != "cpu" and torch.cuda.is_available()
-        variables = engine_environment(engine, on_gpu=on_gpu, gpus=self.gpus)
         port = await self.launch(
-            command,
-            config,
-            timeout_s=engine.start_timeout_s,
-            environment=with_this_checkout(variables),
+            COMMAND, config, timeout_s=engine.start_timeout_s, environment=self._environment()
         )
         return f"{'http' if self.config.tls is None else 'https'}://{engine.host}:{port}"
+
+    def _environment(self) -> dict[str, str]:
+        engine = self.config.engine
+        on_gpu = engine.device != "cpu" and torch.cuda.is_available()
+        return with_this_checkout(engine_environment(engine, on_gpu=on_gpu, gpus=self.gpus))
 
 
 class EmbeddedFactory:

@@ -165,7 +165,7 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns the indices, int64 [R], and the rows' sums, float64 [R]. NaN weights give any index.
     """
-    # Sums of blocks first: a whole cumulative sum would write eight bytes a token of the vocabulary.
+    # Sums of blocks first: a cumulative sum over the vocabulary would write eight bytes a token.
     size = weights.shape[-1]
     blocks = functional.pad(weights, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)

@@ -58,6 +58,7 @@ class ServerConfig:
     key: str  # carried by every request
     dtype: str
     tokenizer: str | None = None
+    log: str = os.devnull
     tls: TLSConfig | None = None
     # Set when the process is started.
     ready_fd: int = -1  # gets {"port": ...} once the server serves
@@ -264,7 +265,13 @@ async def serve(config: ServerConfig) -> None:
 def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # The configuration may come seconds after the start, so import first.
+    import transformers.modeling_utils  # noqa: F401
+
     config = TypeAdapter(ServerConfig).validate_json(sys.stdin.buffer.read())
+    log = os.open(config.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(log, output.fileno())
     follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
     if config.engine.threads is not None:

@@ -151,6 +151,32 @@ async def test_it_can_be_started_again(child: ChildServer) -> None:
     await child.kill()
 
 
+@pytest.mark.parametrize("alive", [True, False])
+async def test_a_process_that_waits_for_its_input_is_the_one_that_serves(
+    child: ChildServer, alive: bool
+) -> None:
+    """If it ends before it gets its input, another one is started, whose log says why."""
+    command = [sys.executable, "-c", STUBBORN if alive else "raise SystemExit('no memory')"]
+    await child.spawn(command, os.environ, asyncio.subprocess.DEVNULL)
+    first = child.process.pid
+    if not alive:
+        await child.ended
+        with pytest.raises(RunFailed, match=r"(?s)ended before it was ready.*no memory"):
+            await child.launch(command, lambda fd: b"", timeout_s=30.0, environment=os.environ)
+        assert child.process.pid != first
+        return
+    assert await start(child, STUBBORN) == 7
+    assert child.process.pid == first
+    await child.kill()
+    assert members(first) == []
+
+
+async def test_a_process_that_never_gets_its_input_is_ended_too(child: ChildServer) -> None:
+    await child.spawn([sys.executable, "-c", STUBBORN], os.environ, asyncio.subprocess.DEVNULL)
+    await child.stop()
+    assert members(child.process.pid) == []
+
+
 def test_what_it_reports_as_wrong_is_the_users_error(child: ChildServer) -> None:
     script = READY + 'ready(\'{"error": "no argument x; did you mean y?"}\\n\')\ntime.sleep(60)'
     with pytest.raises(UserError, match=r"engine e: no argument x; did you mean y\?"):
