@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from addition.recipe import RECIPE
+from addition.recipe import Recipe
 from process import Finished
 
 WARMUP_STEPS = 5  # not timed: allocators, caches and lazy imports settle
@@ -93,6 +93,7 @@ class Side:
 
     name: str
     runs: tuple[RunResult, ...]
+    recipe: Recipe
 
     @property
     def step(self) -> float:
@@ -100,7 +101,7 @@ class Side:
 
     @property
     def samples_per_second(self) -> float:
-        return RECIPE.samples_per_step / self.step
+        return self.recipe.samples_per_step / self.step
 
     def phase(self, name: str) -> float:
         return statistics.median(run.phases[name] for run in self.runs)
@@ -115,7 +116,7 @@ class Side:
             "phase_seconds": {phase: self.phase(phase) for phase in PHASES},
             "accuracy": {
                 step: statistics.fmean(found)
-                for step in RECIPE.eval_steps
+                for step in self.recipe.eval_steps
                 if (found := self.accuracies(step))
             },
             "runs": [asdict(run) for run in self.runs],
@@ -126,7 +127,7 @@ def verdict(ours: Side, theirs: Side) -> dict[str, bool]:
     """Judge speed and accuracy, over the steps that both sides evaluated after the start."""
     steps = [
         step
-        for step in RECIPE.eval_steps
+        for step in ours.recipe.eval_steps
         if step > 0 and ours.accuracies(step) and theirs.accuracies(step)
     ]
     gaps = {
@@ -178,7 +179,7 @@ def table(sides: Sequence[Side]) -> str:
         "sampled reward at step 1",
         [f"{statistics.fmean(r.reward_first for r in side.runs):.3f}" for side in sides],
     )
-    for step in RECIPE.eval_steps:
+    for step in sides[0].recipe.eval_steps:
         if all(side.accuracies(step) for side in sides):
             cells = [
                 f"{statistics.fmean(a):.3f} ({_range(a, '{:.3f}')})"

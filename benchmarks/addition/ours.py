@@ -1,4 +1,4 @@
-"""Runs rlcore's side of the comparison: the quickstart's files with the recipe as overrides."""
+"""Runs rlcore's side of the comparison: an example's files with the recipe as overrides."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from addition.recipe import RECIPE
+from addition.recipe import RECIPES, Recipe
 from process import Finished, run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLE = REPOSITORY / "examples" / "addition"
+EXAMPLES = REPOSITORY / "examples"
+SMOLLM2 = "What is {a}+{b}? Answer with the number only."
 RLCORE = [sys.executable, "-m", "rlcore"]
 
 
-def make_data(work: Path) -> None:
+def make_data(work: Path, recipe: Recipe) -> None:
     """Make the addition problems in `work/data`."""
+    template = ["--template", SMOLLM2] if recipe.chat else []
     run(
-        [sys.executable, EXAMPLE / "make_data.py", work / "data"],
+        [sys.executable, EXAMPLES / "addition" / "make_data.py", work / "data", *template],
         log=work / "data.log",
         threads=1,
         deadline_s=60,
     )
+
+
+def smollm2(work: Path) -> Path:
+    """Make the folder of SmolLM2-135M-Instruct. Returns it."""
+    folder = work / "smollm2"
+    make = [sys.executable, EXAMPLES / "smollm2" / "make_model.py", folder]
+    run(make, log=work / "model.log", threads=1, deadline_s=300)
+    return folder
 
 
 def warm_up(work: Path, *, threads: int, steps: int = 500, deadline_s: float = 1800.0) -> Path:
@@ -38,7 +48,7 @@ def warm_up(work: Path, *, threads: int, steps: int = 500, deadline_s: float = 1
         "training.steps": steps,
     }
     run(
-        _train(["sft.yaml"], overrides),
+        _train(["addition/sft.yaml"], overrides),
         log=log,
         threads=threads,
         deadline_s=deadline_s,
@@ -52,6 +62,7 @@ def train(
     data: Path,
     output: Path,
     *,
+    recipe: Recipe,
     seed: int,
     steps: int,
     threads: int,
@@ -59,9 +70,9 @@ def train(
     deadline_s: float,
 ) -> Finished:
     """Run on one rank, with metrics in `output/metrics.jsonl`."""
+    files = ["smollm2/base.yaml"] if recipe.chat else ["addition/base.yaml", "addition/grpo.yaml"]
     command = _train(
-        ["base.yaml", "grpo.yaml"],
-        overrides(model, data, output, seed, steps, threads, aggregation),
+        files, overrides(model, data, output, recipe, seed, steps, threads, aggregation)
     )
     return run(
         command,
@@ -73,9 +84,16 @@ def train(
 
 
 def overrides(
-    model: Path, data: Path, output: Path, seed: int, steps: int, threads: int, aggregation: str
+    model: Path,
+    data: Path,
+    output: Path,
+    recipe: Recipe,
+    seed: int,
+    steps: int,
+    threads: int,
+    aggregation: str,
 ) -> dict[str, object]:
-    evaluated = [step for step in RECIPE.eval_steps if step > 0]
+    evaluated = [step for step in recipe.eval_steps if step > 0]
     return {
         "run.name": output.name,
         "run.dir": output.parent,
@@ -85,32 +103,33 @@ def overrides(
         "model.dtype": "fp32",
         "data.paths": data / "train.jsonl",
         "training.steps": steps,
-        "policy.optimizer.lr": RECIPE.learning_rate,
+        "policy.optimizer.lr": recipe.learning_rate,
         "policy.optimizer.schedule": "constant",
         "policy.optimizer.warmup_steps": 0,
-        "policy.optimizer.beta1": RECIPE.beta1,
-        "policy.optimizer.beta2": RECIPE.beta2,
-        "policy.optimizer.eps": RECIPE.adam_eps,
-        "policy.optimizer.weight_decay": RECIPE.weight_decay,
-        "policy.optimizer.clip_grad": RECIPE.clip_grad,
+        "policy.optimizer.beta1": recipe.beta1,
+        "policy.optimizer.beta2": recipe.beta2,
+        "policy.optimizer.eps": recipe.adam_eps,
+        "policy.optimizer.weight_decay": recipe.weight_decay,
+        "policy.optimizer.clip_grad": recipe.clip_grad,
         "algorithm.estimator.name": "grpo",
-        "algorithm.estimator.eps": RECIPE.advantage_eps,
+        "algorithm.estimator.eps": recipe.advantage_eps,
         "algorithm.normalize_advantages": "false",
         "algorithm.loss.name": "ppo_clip",
-        "algorithm.loss.clip_low": RECIPE.clip_ratio,
-        "algorithm.loss.clip_high": RECIPE.clip_ratio,
+        "algorithm.loss.clip_low": recipe.clip_ratio,
+        "algorithm.loss.clip_high": recipe.clip_ratio,
         "algorithm.loss.aggregation": aggregation,
         **(
-            {"algorithm.loss.norm_length": RECIPE.max_new_tokens}
+            {"algorithm.loss.norm_length": recipe.max_new_tokens}
             if aggregation.endswith("sum-norm")
             else {}
         ),
-        "rollout.prompts_per_step": RECIPE.prompts_per_step,
-        "rollout.samples_per_prompt": RECIPE.samples_per_prompt,
-        "rollout.sampling.temperature": RECIPE.temperature,
-        "rollout.sampling.max_new_tokens": RECIPE.max_new_tokens,
+        "rollout.prompts_per_step": recipe.prompts_per_step,
+        "rollout.samples_per_prompt": recipe.samples_per_prompt,
+        "rollout.sampling.temperature": recipe.temperature,
+        "rollout.sampling.max_new_tokens": recipe.max_new_tokens,
         "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
         "evaluation.every": min(evaluated),
+        "evaluation.max_prompts": recipe.heldout,
         # TRL neither saves nor logs samples on the way, so neither do we.
         "checkpoint.every": 0,
         "tracking.save_rollouts": "false",
@@ -118,11 +137,13 @@ def overrides(
     }
 
 
-def rescore(output: Path, data: Path, *, threads: int) -> float:
+def rescore(output: Path, data: Path, recipe: Recipe, *, threads: int) -> float:
     """Compute the greedy accuracy of an exported model, by the code that scores TRL's."""
     log = output.with_suffix(".rescored")
     script = REPOSITORY / "benchmarks" / "addition" / "greedy.py"
+    name = next(name for name, one in RECIPES.items() if one is recipe)
     command = [sys.executable, str(script), str(exported(output)), str(data / "heldout.jsonl")]
+    command += ["--recipe", name, "--threads", str(threads)]
     run(command, log=log, threads=threads, deadline_s=300)
     return float(log.read_text().split()[-1])
 
@@ -138,7 +159,7 @@ def exported(run_folder: Path) -> Path:
 
 
 def _train(files: Iterable[str], overrides: dict[str, object]) -> list[str]:
-    configs = [str(EXAMPLE / name) for name in files]
+    configs = [str(EXAMPLES / name) for name in files]
     return [
         *RLCORE,
         "train",

@@ -1,4 +1,4 @@
-"""The recipe of both sides of `end_to_end.py`. It imports nothing, as TRL's environment reads it.
+"""The recipes of both sides of `end_to_end.py`. It imports nothing, as TRL's environment reads it.
 
 Every value on which the two differ by default is written out here, so that neither runs on a
 default of its own.
@@ -6,6 +6,7 @@ default of its own.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -27,13 +28,33 @@ class Recipe:
     # (r - mean) / (std + eps), std with n-1; TRL has no setting for it
     advantage_eps: float = 1e-4
     eval_steps: tuple[int, ...] = (0, 10, 20, 40)
+    heldout: int = 500  # held-out problems that are scored
+    # A chat model gets the problem through its template, and answers with its last number.
+    chat: bool = False
+
+    def is_right(self, text: str, label: str, *, ended: bool) -> bool:
+        """Score a response, given without special tokens; `ended`: by its end token."""
+        if not self.chat:
+            return text.strip() == label.strip()
+        numbers = re.findall(r"\d+", text)
+        return ended and bool(numbers) and numbers[-1] == label
 
     @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 
 
-RECIPE = Recipe()
+RECIPES = {
+    "toy": Recipe(),
+    "smollm2": Recipe(
+        prompts_per_step=8,
+        max_new_tokens=16,
+        learning_rate=1e-5,
+        eval_steps=(0, 10),
+        heldout=100,
+        chat=True,
+    ),
+}
 
 # TRL's name of each aggregation (`algorithm.loss.aggregation`), as long as a batch is one
 # micro-batch on one process.

@@ -6,7 +6,7 @@ completions, rewards and advantages), `time/training` (s, the rest), `rollout/re
 `eval/accuracy` on the evaluated steps.
 
 TRL runs at its best here: no gradient checkpointing (its default), no logging, no saving, fused
-    AdamW, SDPA attention.
+AdamW, SDPA attention.
 """
 
 from __future__ import annotations
@@ -20,19 +20,30 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # type: ignore[import-not-found]
-from greedy import greedy_accuracy, is_right, read_rows
-from recipe import RECIPE, TRL_LOSS_TYPES
+from greedy import greedy_accuracy, read_rows
+from recipe import RECIPES, TRL_LOSS_TYPES, Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 
-def exact_match(completions: list[str], label: list[str], **_: Any) -> list[float]:
-    return [float(is_right(completion, answer)) for completion, answer in zip(completions, label)]
+def reward_of(recipe: Recipe, end: int) -> Callable[..., list[float]]:
+    """Make the reward function; `end` is the model's end token."""
+
+    def right(
+        completions: list[str], completion_ids: list[list[int]], label: list[str], **_: Any
+    ) -> list[float]:
+        return [
+            float(recipe.is_right(text, answer, ended=end in ids))
+            for text, ids, answer in zip(completions, completion_ids, label)
+        ]
+
+    return right
 
 
 class TimedTrainer(GRPOTrainer):
     """Adds up the seconds of the rollout phase and keeps the mean reward."""
 
+    recipe: Recipe
     rollout_seconds = 0.0
     mean_reward = 0.0
 
@@ -44,10 +55,11 @@ class TimedTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any) -> torch.Tensor:
         groups = {row["prompt"] for row in inputs}
-        if len(inputs) != RECIPE.samples_per_step or len(groups) != RECIPE.prompts_per_step:
+        recipe = self.recipe
+        if len(inputs) != recipe.samples_per_step or len(groups) != recipe.prompts_per_step:
             raise ValueError(
                 f"a batch of {len(inputs)} samples of {len(groups)} prompts; the recipe has"
-                f" {RECIPE}"
+                f" {recipe}"
             )
         rewards = super()._calculate_rewards(inputs, *arguments)
         self.mean_reward = rewards.mean().item()
@@ -87,34 +99,34 @@ class Recorder(TrainerCallback):
         self._started = time.perf_counter()
 
 
-def configuration(options: argparse.Namespace) -> GRPOConfig:
+def configuration(options: argparse.Namespace, recipe: Recipe) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(options.output),
         seed=options.seed,
         max_steps=options.steps,
         # one batch, one micro-batch, one optimizer step
-        per_device_train_batch_size=RECIPE.samples_per_step,
+        per_device_train_batch_size=recipe.samples_per_step,
         gradient_accumulation_steps=1,
-        num_generations=RECIPE.samples_per_prompt,
+        num_generations=recipe.samples_per_prompt,
         num_iterations=1,
-        temperature=RECIPE.temperature,
+        temperature=recipe.temperature,
         top_p=1.0,
         top_k=0,
-        max_completion_length=RECIPE.max_new_tokens,
+        max_completion_length=recipe.max_new_tokens,
         loss_type=TRL_LOSS_TYPES[options.aggregation],
         scale_rewards="group",
         beta=0.0,
-        epsilon=RECIPE.clip_ratio,
+        epsilon=recipe.clip_ratio,
         mask_truncated_completions=False,
-        learning_rate=options.lr,
+        learning_rate=options.lr or recipe.learning_rate,
         lr_scheduler_type="constant",
         warmup_steps=0,
         optim="adamw_torch_fused",
-        adam_beta1=RECIPE.beta1,
-        adam_beta2=RECIPE.beta2,
-        adam_epsilon=RECIPE.adam_eps,
-        weight_decay=RECIPE.weight_decay,
-        max_grad_norm=RECIPE.clip_grad,
+        adam_beta1=recipe.beta1,
+        adam_beta2=recipe.beta2,
+        adam_epsilon=recipe.adam_eps,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.clip_grad,
         bf16=False,
         fp16=False,
         gradient_checkpointing=False,
@@ -136,7 +148,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder for metrics.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=RECIPE.learning_rate)
+    parser.add_argument("--recipe", choices=RECIPES, default="toy")
+    parser.add_argument("--lr", type=float, help="default: the recipe's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--aggregation", choices=sorted(TRL_LOSS_TYPES), default="token-mean")
     options = parser.parse_args()
@@ -145,20 +158,22 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    heldout = read_rows(options.data / "heldout.jsonl")
+    recipe = RECIPES[options.recipe]
+    heldout = read_rows(options.data / "heldout.jsonl", tokenizer, recipe)[: recipe.heldout]
     recorder = Recorder(
         options.output / "metrics.jsonl",
-        lambda: greedy_accuracy(model, tokenizer, heldout, RECIPE.max_new_tokens),
-        set(RECIPE.eval_steps),
+        lambda: greedy_accuracy(model, tokenizer, heldout, recipe),
+        set(recipe.eval_steps),
     )
     trainer = TimedTrainer(
         model=model,
-        reward_funcs=exact_match,
-        args=configuration(options),
-        train_dataset=Dataset.from_list(read_rows(options.data / "train.jsonl")),
+        reward_funcs=reward_of(recipe, tokenizer.eos_token_id),
+        args=configuration(options, recipe),
+        train_dataset=Dataset.from_list(read_rows(options.data / "train.jsonl", tokenizer, recipe)),
         processing_class=tokenizer,
         callbacks=[recorder],
     )
+    trainer.recipe = recipe
     recorder.trainer = trainer
     trainer.train()
     if torch.get_num_threads() != options.threads:
