@@ -186,10 +186,10 @@ def grown(found: dict[str, int], recorded: dict[str, int]) -> list[str]:
     lines = []
     for name, number in found.items():
         before = recorded.get(name)
+        was = "nothing" if before is None else f"{before:,}"
+        # A file more is no growth.
         if before is None or number > before * (1 + TOLERANCE) + 1:
-            lines.append(
-                f"{name}: {number:,}, recorded {before if before is None else f'{before:,}'}"
-            )
+            lines.append(f"{name}: {number:,}, recorded {was}")
     return lines
 
 
