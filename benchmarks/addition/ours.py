@@ -123,6 +123,8 @@ def overrides(
             if aggregation.endswith("sum-norm")
             else {}
         ),
+        "algorithm.entropy_coef": 0,
+        "rollout.filters": "[]",
         "rollout.prompts_per_step": recipe.prompts_per_step,
         "rollout.samples_per_prompt": recipe.samples_per_prompt,
         "rollout.sampling.temperature": recipe.temperature,
