@@ -11,15 +11,14 @@ from process import Finished, run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-SMOLLM2 = "What is {a}+{b}? Answer with the number only."
 RLCORE = [sys.executable, "-m", "rlcore"]
 
 
 def make_data(work: Path, recipe: Recipe) -> None:
     """Make the addition problems in `work/data`."""
-    template = ["--template", SMOLLM2] if recipe.chat else []
+    chat = ["--chat"] if recipe.chat else []
     run(
-        [sys.executable, EXAMPLES / "addition" / "make_data.py", work / "data", *template],
+        [sys.executable, EXAMPLES / "addition" / "make_data.py", work / "data", *chat],
         log=work / "data.log",
         threads=1,
         deadline_s=60,

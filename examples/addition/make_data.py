@@ -12,6 +12,9 @@ import json
 import random
 from pathlib import Path
 
+EQUATION = "{a}+{b}="
+QUESTION = "What is {a}+{b}? Answer with the number only."
+
 
 def add_without_carries(a: int, b: int) -> int:
     """Digit by digit, each sum modulo ten: 27 + 38 is 55."""
@@ -30,7 +33,7 @@ def make(
     folder: Path,
     *,
     seed: int = 0,
-    template: str = "{a}+{b}=",
+    template: str = EQUATION,
     heldout: float = 0.05,
     carryless: float = 0.6,
     copies: int = 4,
@@ -56,11 +59,10 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--template", default="{a}+{b}=", help="how a problem is put (default: %(default)s)"
-    )
+    parser.add_argument("--chat", action="store_true", help=f"as a question: {QUESTION}")
     arguments = parser.parse_args()
-    make(arguments.folder, seed=arguments.seed, template=arguments.template)
+    template = QUESTION if arguments.chat else EQUATION
+    make(arguments.folder, seed=arguments.seed, template=template)
 
 
 if __name__ == "__main__":

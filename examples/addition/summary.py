@@ -24,8 +24,8 @@ def print_answers(run: Path, count: int) -> None:
         for path in (files[0], files[-1])
     )
     for prompt in list(before)[:count]:
-        last = prompt.splitlines()
-        print(f"  {last}  label {before[prompt]['label']}")
+        # The problem is at the end of what a chat template makes of it.
+        print(f"  ... {' '.join(prompt.split())[-80:]}  label {before[prompt]['label']}")
         print(f"     before: {before[prompt]['response_text']!r}")
         print(f"     after:  {after[prompt]['response_text']!r}")
 
@@ -54,7 +54,8 @@ def main() -> None:
     }
     (run / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"held-out greedy accuracy  {accuracies[0]:.1%} before, {accuracies[-1]:.1%} after")
-    print_answers(run, arguments.answers)
+    if arguments.answers:
+        print_answers(run, arguments.answers)
     if failed := curve(rows, ("eval/tool_errors",))[1]:
         before = f"{failed[0]:.2f} a conversation before"
         print(f"failed calls of the tool  {before}, {failed[-1]:.2f} after")

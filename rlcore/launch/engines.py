@@ -6,6 +6,7 @@ k of a machine is on GPU k.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,8 +46,8 @@ def build_service(config: Config, *, greedy_baseline: bool) -> tuple[RolloutServ
 
     engines = build_engines(config)
     thread = LoopThread("rollout")
-    thread.call(_warm_up(engines), KILL_ENGINE_S, "starting the engines' processes")
     try:
+        thread.call(_warm_up(engines), KILL_ENGINE_S, "starting the engines' processes")
         tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         prompts = load_prompts(config, tokenizer)
         service = RolloutService(
@@ -70,8 +71,8 @@ async def _warm_up(engines: Sequence[RolloutEngine]) -> None:
 
 
 async def _close(engines: Sequence[RolloutEngine]) -> None:
-    for engine in engines:
-        await engine.close()
+    """Close all engines; the error that ends the service is another one."""
+    await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
 def build_engines(config: Config) -> list[RolloutEngine]:

@@ -336,11 +336,12 @@ def step_distance(
         key=lambda k: sum(micro.num_trainable for micro in micro_batches[k : k + size]),
     )
     chosen = micro_batches[start : start + size]
-    total = sum(micro.num_trainable for micro in micro_batches)
-    # Experts that a pass of ours has recorded are those of a whole micro-batch.
-    is_recorded = any(micro.experts and micro.routed_experts is None for micro in chosen)
-    tokens = total if is_recorded else max(MEASURED_TOKENS, int(MEASURED_SHARE * total))
-    parts = batch.excerpts(chosen, tokens)
+    parts = chosen
+    # Experts that a pass of ours has recorded are those of a whole micro-batch. A stage may have no
+    # experts, so what it holds does not say whether there are records; the model does.
+    if batch.batch.routed_experts is not None or not model.arch.num_experts:
+        total = sum(micro.num_trainable for micro in micro_batches)
+        parts = batch.excerpts(chosen, max(MEASURED_TOKENS, int(MEASURED_SHARE * total)))
     before = []
     for whole, part, logprobs in zip(chosen, parts, record.logprobs_before[start : start + size]):
         offset = part.rows.start - whole.rows.start
@@ -348,7 +349,7 @@ def step_distance(
     after = before
     if record.moved:
         head = replace(head, entropy=False)
-        outputs = score_pass(model, chosen if is_recorded else parts, head, routing=replaying)
+        outputs = score_pass(model, parts, head, routing=replaying)
         after = [output[0] for output in outputs]
     for new, old in zip(after, before):
         moments.add("step_kl", approx_kl(new, old, "k2"))
