@@ -10,6 +10,8 @@ from accounting_checks import samples_of
 from hf_logprobs import logprobs, policy_before
 from workspace import LEARNING, Run, Workspace, same
 
+from backends.megatron.training import passes
+
 EVERY_WEIGHT = (
     "checkpoint.every=1",
     "checkpoint.keep=9",
@@ -55,6 +57,20 @@ def test_the_distance_is_that_of_the_saved_weights(
         assert expected > 1e-6
         assert same(row["policy/step_kl"], expected, rel=1e-3), step
         assert CONSTANT & row.keys() == (set() if one_update else CONSTANT)
+
+
+def test_a_few_sequences_are_compared_with_their_own_log_probs(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update of nearly nothing: log-probs of other tokens would differ by whole nats."""
+    monkeypatch.setattr(passes, "MEASURED_TOKENS", 4)
+    monkeypatch.setattr(passes, "MEASURED_SHARE", 0.0)
+    given = ("policy.max_tokens_per_microbatch=4096", "training.steps=6", "checkpoint.every=0")
+    run = workspace.train("excerpts", "policy.optimizer.lr=1e-9", *given)
+    assert run.code == 0, run.err
+    for step in range(1, 7):
+        assert run.rows[step]["train/grad_norm"] > 0
+        assert run.rows[step]["policy/step_kl"] < 1e-9
 
 
 def test_a_step_without_a_signal_has_moved_nothing(workspace: Workspace) -> None:
