@@ -10,7 +10,10 @@ from accounting_checks import samples_of
 from hf_logprobs import logprobs, policy_before
 from workspace import LEARNING, Run, Workspace, same
 
-from backends.megatron.training import passes
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.training import passes
 
 EVERY_WEIGHT = (
     "checkpoint.every=1",
