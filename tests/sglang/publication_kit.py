@@ -179,18 +179,17 @@ def check_update_during_responses(
     old, new = (Oracle(served.model, weights) for weights in (first_weights, next_weights))
     publish(sink, first_weights, version)
     generate(served, engine, prompt=prompt, tokens=2)  # into the cache
-    pending = [
-        asyncio.run_coroutine_threadsafe(
-            engine.generate([request(prompt, draw=draw, tokens=300)]), served.loop.loop
-        )
-        for draw in range(1, 1 + responses)
-    ]
-    served.call(served.until_used(used))
+    long = [request(prompt, draw=draw, tokens=300) for draw in range(1, 1 + responses)]
+
+    def start() -> asyncio.Future[Any]:
+        return asyncio.gather(*(engine.generate([one]) for one in long))
+
+    pending = served.call(served.started(start, used))
     publish(sink, next_weights, version + 1)
     later = generate(served, engine, prompt=prompt, draw=9)
     assert later.versions == (VersionSpan(version + 1, 0, 12),)
     assert new.errors(prompt, later).max() < TOLERANCE
-    for completion in (future.result(120)[0][0] for future in pending):
+    for completion in (answer[0][0] for answer in served.call(served.ended(pending))):
         made = len(completion.tokens)
         first = completion.versions[0]
         assert first.version == version

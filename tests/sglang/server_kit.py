@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import psutil
@@ -22,6 +22,15 @@ from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
 
 T = TypeVar("T")
+
+
+class Running(Protocol):
+    """A future, of asyncio or of a thread."""
+
+    def done(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Running)
 # 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 600
 START_S = 400.0
 SETTINGS: dict[str, Any] = {
@@ -60,20 +69,43 @@ class Served:
         config = self.config.model_copy(update={"urls": [self.url], **changes})
         return ExternalServer("engine-0", self.url, str(self.model), config=config, keys=self.keys)
 
-    async def until_used(self, tokens: int, seconds: float = 60.0) -> None:
-        """Wait until running requests hold so many tokens in the cache (updated every 15 steps)."""
+    async def until_used(self, tokens: int, work: Running | None = None) -> bool:
+        """Wait until running requests hold so many tokens in the cache (updated every 15 steps).
+
+        Returns False where `work` ends before that was seen.
+        """
+        seconds = 60.0
         deadline = time.monotonic() + seconds
         headers = {"Authorization": f"Bearer {self.keys.api}"}
         async with aiohttp.ClientSession(self.url, headers=headers) as session:
-            while True:
+            while work is None or not work.done():
                 async with session.get("/v1/loads?include=core") as answer:
                     used = (await answer.json())["loads"][0]["num_used_tokens"]
                 if used >= tokens:
-                    return
+                    return True
                 assert time.monotonic() < deadline, (
                     f"{used} tokens in use after {seconds:g} s, not {tokens}"
                 )
                 await asyncio.sleep(0.01)
+        return False
+
+    async def started(self, start: Callable[[], R], tokens: int) -> R:
+        """Start requests and wait until they hold so many tokens.
+
+        They start again where they were over before we looked: requests of tests take less than a
+        second, and a machine stands still for longer.
+        """
+        for _ in range(20):
+            work = start()
+            if await self.until_used(tokens, work):
+                return work
+        raise AssertionError(
+            f"requests were over 20 times before they were seen at {tokens} tokens"
+        )
+
+    async def ended(self, work: Awaitable[T]) -> T:
+        """Wait in the loop for what was started there."""
+        return await work
 
     def call(self, work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
         return self.loop.call(work, seconds=seconds, what="a test")

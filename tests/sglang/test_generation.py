@@ -234,8 +234,9 @@ def test_an_abort_ends_requests_with_what_they_have(asked: Asked) -> None:
     long = request(PROMPT, n=3, max_new_tokens=asked.generation.limits.total_tokens - len(PROMPT))
 
     async def abort() -> list[Completion]:
-        call = asyncio.ensure_future(asked.generation.one(long))
-        await asked.served.until_used(len(PROMPT) + 3 * 20)
+        call = await asked.served.started(
+            lambda: asyncio.ensure_future(asked.generation.one(long)), len(PROMPT) + 3 * 20
+        )
         await asked.control("abort_request", abort_all=True)
         return await call
 

@@ -71,18 +71,20 @@ def test_responses_go_on_through_two_publications(served: Served, aborting: Clie
     partial = partial_of(served)
     asked = replace(request(LONG, tokens=TOKENS), n=3)
     running = None
+
+    def start() -> asyncio.Task[list[Completion]]:
+        return asyncio.ensure_future(partial.whole(generate_of(aborting.engine), asked))
+
     # tokens of a response, at the next publication
-    for version, made in ((10, 50), (11, 100), (12, None)):
+    for version, made in ((10, 50), (11, 100), (12, 0)):
         weights = random_weights(served.model, version)
         oracles[version] = Oracle(served.model, weights)
         publish(aborting.sink, weights, version)
-        running = running or asyncio.run_coroutine_threadsafe(
-            partial.whole(generate_of(aborting.engine), asked), served.loop.loop
-        )
-        if made:
-            served.call(served.until_used(len(LONG) + 3 * made))
-    assert running is not None
-    completions = running.result(120)
+        if running is None:
+            running = served.call(served.started(start, len(LONG) + 3 * made))
+        elif made:
+            assert served.call(served.until_used(len(LONG) + 3 * made, running))
+    completions = served.call(served.ended(running))
     for one in completions:
         assert (len(one.tokens), one.finish_reason) == (TOKENS, "length")
         errors = {version: oracle.errors(LONG, one) for version, oracle in oracles.items()}

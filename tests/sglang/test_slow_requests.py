@@ -107,9 +107,10 @@ def test_a_request_whose_time_is_up_keeps_its_tokens_and_its_server(
     async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
         scheduler = appeared(served.server.pid, "sglang::scheduler")
         whole = longest(engine)
-        slow = asyncio.ensure_future(dispatcher.one(request(3, whole, n=16)))
         # until each of the 16 samples has about 20 tokens
-        await served.until_used(16 * 20)
+        slow = await served.started(
+            lambda: asyncio.ensure_future(dispatcher.one(request(3, whole, n=16))), 16 * 20
+        )
         os.kill(scheduler, signal.SIGSTOP)
         try:
             quick = asyncio.ensure_future(engine.generate([request(4, whole // 2)]))
