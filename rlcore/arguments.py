@@ -133,6 +133,7 @@ def _add_others(commands: Commands) -> None:
     sub.add_argument("source", type=Path, help=text)
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
     _flag(sub, "--best", "the run's best checkpoint: RUN@best")
+    _flag(sub, "--merged", "a whole model, not a PEFT folder, of a run that trained adapters")
     text = "what became of every prompt that a run drew; exit code 1 unless the ledger balances"
     sub = _command(commands, "ledger", text)
     sub.add_argument("run", type=Path, help="the folder of a run, even one in progress")

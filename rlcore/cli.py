@@ -196,7 +196,7 @@ def export(args: argparse.Namespace) -> int:
     from rlcore.launch.commands.export import export_checkpoint
 
     source = f"{args.source}@best" if args.best else args.source
-    return export_checkpoint(Path(source), args.folder)
+    return export_checkpoint(Path(source), args.folder, merged=args.merged)
 
 
 def ledger(args: argparse.Namespace) -> int:

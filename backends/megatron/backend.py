@@ -39,10 +39,11 @@ with importing_megatron():
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import Frozen, Model
     from backends.megatron.weights.export import WeightExporter
-    from backends.megatron.weights.folder import export_hf
+    from backends.megatron.weights.folder import export_hf, export_peft
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple, policy_updates
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.timeline.start import START
@@ -262,9 +263,15 @@ class MegatronBackend:
             yield from self._weights.export_buckets(everywhere=everywhere)
 
     def export_hf(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
+        """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
         exporter = self._weights
         model = self.config.model
+        lora = self.config.policy.lora
+        if lora is not None:
+            factors = self._new_exporter(model.dtype, adapters=lora, sharing=exporter)
+            with self.policy.on_device():
+                export_peft(factors, folder, lora)
+            return
         # The engine's dtype may be narrower than the model's.
         if exporter.quantised or exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
             exporter = self._new_exporter(model.dtype, sharing=exporter)
@@ -325,9 +332,19 @@ class MegatronBackend:
     @property
     def _saved(self) -> list[save_load.Saved]:
         return [
-            save_load.Saved(name, model.arch, model.chunks, model.optimizer)
+            save_load.Saved(name, model.arch, model.chunks, model.optimizer, self._adapters(name))
             for name, model in self._trained.items()
         ]
+
+    def _adapters(self, name: str) -> save_load.Adapters | None:
+        """The adapters of a trained model, and the weights below them."""
+        config = self.config
+        if config.policy.lora is None:
+            return None
+        base = config.policy.checkpoint or config.model.path
+        if name == "critic":
+            base = config.critic.path or base
+        return save_load.Adapters(config.policy.lora, Path(base))
 
     # --- device memory ----------------------------------------------------------------------------
 
@@ -385,7 +402,9 @@ class MegatronBackend:
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"
-        models = ["policy", *self.frozen, *([] if self.critic is None else ["critic"])]
+        lora = self.config.policy.lora
+        policy_name = "policy" if lora is None else f"policy with adapters of rank {lora.rank}"
+        models = [policy_name, *self.frozen, *([] if self.critic is None else ["critic"])]
         return {
             "layout": p.describe(self.device, sequence=self.config.policy.parallel.sequence),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
@@ -430,7 +449,12 @@ class MegatronBackend:
         return self._exporter
 
     def _new_exporter(
-        self, dtype: str, *, quantised: bool = False, sharing: WeightExporter | None = None
+        self,
+        dtype: str,
+        *,
+        adapters: LoraConfig | None = None,
+        quantised: bool = False,
+        sharing: WeightExporter | None = None,
     ) -> WeightExporter:
         return WeightExporter(
             self.policy.chunks,
@@ -438,6 +462,7 @@ class MegatronBackend:
             self.parallel,
             dtype=DTYPES[dtype],
             bucket_bytes=self.config.rollout.engine.bucket_bytes,
+            adapters=adapters,
             quantised=quantised,
             sharing=sharing,
         )

@@ -18,10 +18,11 @@ from backends.megatron.checkpoint.save_load import load_weights
 from backends.megatron.checks.layout import check_layout, check_vocabularies
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import named_weights
-from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.load import load_adapters, load_hf
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.model.gpt import build_chunks, in_dtype, transformer_config, with_gradients
 from backends.megatron.model.layers import layer_fields, layers_of
+from backends.megatron.model.lora import attach, named_factors
 from backends.megatron.model.routing_replay import replay_routing
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
@@ -86,6 +87,12 @@ class BuildContext:
             # fp32 gradients need no loss scale.
             model.config.grad_scale_func = None
 
+    def adapt(self, model: Model) -> None:
+        """Give a model that has its weights the adapters of `policy.lora`, if there are any."""
+        lora = self.config.policy.lora
+        if lora is not None:
+            attach(model.chunks, model.arch, lora, seed=self.config.run.seed)
+
     def load(self, model: Model, arch: Architecture, path: str) -> None:
         """Read the weights of a Hugging Face folder into a model. Collective.
 
@@ -121,6 +128,11 @@ def build_policy(context: BuildContext) -> Model:
             load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
     if context.config.policy.routing_replay != "none":
         replay_routing(model.chunks, context.arch)
+    context.adapt(model)
+    lora = context.config.policy.lora
+    if lora is not None and lora.path is not None and context.weights:
+        with raise_on_all_ranks(context.parallel, f"reading the adapters of {lora.path}"):
+            load_adapters(named_factors(model.chunks), context.arch, lora, context.parallel)
     return model
 
 
@@ -141,6 +153,7 @@ def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Mode
                     copy_weights([given[name]], [weight])
     else:
         context.load(model, arch, critic.path)
+    context.adapt(model)
     context.start_training(
         model,
         critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}),
@@ -155,7 +168,8 @@ def build_frozen(
 ) -> Frozen:
     """Build the reference model for KL, or the teacher. Call before training starts.
 
-    The reference is `reference.path`, by default a copy of the current policy. The teacher may have
+    The reference is `reference.path`, by default the current policy: a copy, or a copy of its
+    adapters. The teacher may have
     any size, but has the policy's vocabulary and layout.
 
     Raises:
@@ -167,7 +181,11 @@ def build_frozen(
     if path is None and name == "teacher":
         raise ConfigError("teacher.path: missing: name the model to learn from")
     arch = context.other_architecture(path, f"{name}.path")
-    if given.offload and arch.computes_like(context.arch):
+    if context.config.policy.lora is not None and path is None:
+        # The policy differs from what it was in its adapters alone.
+        factors = list(named_factors(policy.chunks).values())
+        return SwappedIn(policy, factors, [_host_copy(factor) for factor in factors])
+    if given.offload and context.config.policy.lora is None and arch.computes_like(context.arch):
         own = weights_of(policy.chunks)
         weights = initial = [_host_copy(weight) for weight in own]
         if path is not None:
@@ -175,7 +193,7 @@ def build_frozen(
             context.load(policy, arch, path)
             weights = [_host_copy(weight) for weight in own]
             copy_weights(initial, own)
-        return SwappedIn(policy, weights)
+        return SwappedIn(policy, own, weights)
     model = context.build(arch)
     if path is None:
         copy_weights(weights_of(policy.chunks), weights_of(model.chunks))

@@ -95,8 +95,12 @@ def build_backend(
     )
 
 
-def export_policy(config: Config, shards: Path, folder: Path) -> None:
-    """Write the policy in `shards` as a Hugging Face folder, as the run's backend would."""
+def export_policy(config: Config, shards: Path, folder: Path, *, merged: bool = False) -> None:
+    """Write the policy in `shards` as a Hugging Face folder, as the run's backend would.
+
+    Args:
+        merged: a whole model, where the run trained adapters.
+    """
     from backends.megatron.cpu.shim import importing_megatron
 
     with importing_megatron():
@@ -110,6 +114,8 @@ def export_policy(config: Config, shards: Path, folder: Path) -> None:
         read_architecture(model.path),
         dtype=DTYPES[model.dtype],
         tokenizer=None if model.tokenizer is None else Path(model.tokenizer),
+        lora=config.policy.lora,
+        merged=merged,
     )
 
 

@@ -148,6 +148,9 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
         "distributed": case.get("distributed", False),
         **case.get("optimizer", {}),
     }
+    lora = case.get("lora")
+    if lora is not None and "path" in lora:
+        lora = {**lora, "path": str(model / lora["path"])}
     return Config.model_validate(
         {
             "run": {"name": "parity", "seed": 3},
@@ -161,6 +164,7 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
             "policy": {
                 "parallel": case.get("parallel", {}),
                 "optimizer": optimizer,
+                "lora": lora,
                 "megatron": case.get("megatron", {}),
                 "share_prefixes": case.get("share", "auto"),
                 "logprobs": {"chunk_elements": case.get("chunk_elements", 1 << 22)},

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from backends.megatron import MegatronBackend
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.weights.export import WeightExporter
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan, plan_minibatches
 from rlcore.data.sample import Sample
@@ -30,9 +31,26 @@ with importing_megatron():
 
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
-    """Every weight under its Hugging Face name, on rank 0."""
+    """Every weight that is trained under its Hugging Face name, on rank 0."""
+    lora = backend.config.policy.lora
+    named = exported(backend, model, head)
+    if lora is None:
+        return named
+    trained = {name: named[name] for name in named.keys() & {"score.weight"}}
+    return trained | exported(backend, model, head, adapters=lora)
+
+
+def exported(
+    backend: MegatronBackend, model: Any, head: str, adapters: LoraConfig | None = None
+) -> dict[str, Tensor]:
+    """Every weight, or the factors of every adapter, on rank 0."""
     exporter = WeightExporter(
-        model.chunks, model.arch, backend.parallel, dtype=torch.float32, head=head
+        model.chunks,
+        model.arch,
+        backend.parallel,
+        dtype=torch.float32,
+        head=head,
+        adapters=adapters,
     )  # type: ignore[arg-type]
     named: dict[str, Tensor] = {}
     for bucket, flat in exporter.export_buckets():
@@ -173,6 +191,8 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     result["unchanged"] = {
         m: all(torch.equal(before[m][k], after[m][k]) for k in before[m]) for m in models
     }
+    if config.policy.lora is not None:
+        result["merged"] = exported(backend, *models["policy"])
     result["padding_is_zero"] = padding_is_zero(list(backend.policy.chunks), backend)
     every: list[Any] = [None] * backend.world_size
     dist.all_gather_object(every, (update.metrics, result["skipped"], result["padding_is_zero"]))

@@ -309,9 +309,9 @@ def test_eval_needs_prompts(launched, capsys):
 
 def test_export(launched):
     assert cli.main(["export", "runs/x", "out"]) == 0
-    assert launched["export_checkpoint"] == ((Path("runs/x"), Path("out")), {})
-    assert cli.main(["export", "runs/x", "out", "--best"]) == 0
-    assert launched["export_checkpoint"] == ((Path("runs/x@best"), Path("out")), {})
+    assert launched["export_checkpoint"] == ((Path("runs/x"), Path("out")), {"merged": False})
+    assert cli.main(["export", "runs/x", "out", "--best", "--merged"]) == 0
+    assert launched["export_checkpoint"] == ((Path("runs/x@best"), Path("out")), {"merged": True})
 
 
 def test_metrics_and_algorithms_are_listed(capsys):

@@ -22,21 +22,32 @@ from typing import Any
 from torch import nn
 
 from backends.megatron.checkpoint import shards
+from backends.megatron.checkpoint.adapters import described, sharded_factors
 from backends.megatron.checkpoint.optimizer_state import optimizer_tensors
 from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, PlannedShards
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
 from backends.megatron.model.gpt import ValueModel
+from backends.megatron.model.lora import named_factors
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.runs.files import files_in, sync_tree, write_atomic
 
 MANIFEST = "checkpoint.json"
 _FORMAT = 1
 _AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model, and the folder or checkpoint with the weights below them."""
+
+    config: LoraConfig
+    base: Path
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,8 @@ class Saved:
     arch: Architecture
     chunks: Sequence[nn.Module]  # wrapped or not
     optimizer: ScheduledOptimizer | None = None
+    # Only the adapters are saved, beside the name of the weights that they belong to.
+    adapters: Adapters | None = None
 
     @property
     def head(self) -> str:
@@ -146,9 +159,9 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         manifest = read_manifest(folder, [model.name for model in models])
     for model in models:
-        described = manifest["models"][model.name]
-        _check_same(folder, model, described, parallel)
-        _load(folder, model, parallel, steps_taken=described["steps_taken"])
+        entry = manifest["models"][model.name]
+        _check_same(folder, model, entry, parallel)
+        _load(folder, model, parallel, steps_taken=entry["steps_taken"])
 
 
 def load_weights(
@@ -166,9 +179,9 @@ def load_weights(
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         manifest = read_manifest(folder, [name])
     model = Saved(name, arch, chunks)
-    described = manifest["models"][name]
-    _check_same(folder, model, described, parallel)
-    skip = (VALUE_HEAD,) if described["head"] == "lm" else ()
+    entry = manifest["models"][name]
+    _check_same(folder, model, entry, parallel)
+    skip = (VALUE_HEAD,) if entry["head"] == "lm" else ()
     _load(folder, model, parallel, steps_taken=0, skip=skip)
 
 
@@ -196,6 +209,12 @@ def _sharded_state(
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
+    if model.adapters is not None:
+        for weights in state.values():
+            for name in weights.keys() - {VALUE_HEAD}:
+                del weights[name]
+        lora = model.adapters.config
+        state |= {"adapters": sharded_factors(model.chunks, model.arch, lora, parallel)}
     if assign:
         shards.assign_to_replicas(state, parallel)
     if optimizer and model.optimizer is not None:
@@ -224,8 +243,12 @@ def _load(
     # The optimizer's tensors are read in place.
     with shards.read_errors(folder / model.name):
         state = shards.read_sharded(wanted, folder / model.name)
+    whole = not skip and model.adapters is None
     for index, chunk in enumerate(model.chunks):
-        unwrap(chunk).load_state_dict(state[f"model{index}"], strict=not skip)
+        unwrap(chunk).load_state_dict(state[f"model{index}"], strict=whole)
+    held = {} if model.adapters is None else named_factors(model.chunks)
+    for name, factor in held.items():
+        factor.data.copy_(state["adapters"][name])
     if model.optimizer is None:
         return
     if not steps_taken:
@@ -246,6 +269,9 @@ def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
                 model.optimizer.config.distributed if model.optimizer else None
             ),
             "steps_taken": model.optimizer.steps_taken if model.optimizer else 0,
+            "adapters": (
+                described(model.adapters.config, model.adapters.base) if model.adapters else None
+            ),
         }
         for model in models
     }
@@ -316,21 +342,46 @@ def check_architecture(
             )
 
 
-def _check_same(
-    folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState
-) -> None:
+def _check_same(folder: Path, model: Saved, entry: dict[str, Any], parallel: ParallelState) -> None:
     """Refuse a checkpoint of another model, or of another dtype if the optimizer is loaded."""
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
-        check_architecture(folder, model.name, model.arch, described)
-        if described["head"] == "value" and model.head == "lm":
+        check_architecture(folder, model.name, model.arch, entry)
+        if entry["head"] == "value" and model.head == "lm":
             raise ModelError(
                 f"checkpoint {folder}: {model.name} has a value head, this model needs a language"
                 " model's"
             )
+        _check_adapters(folder, model, entry.get("adapters"))
         if model.optimizer is None:
             return
-        if described["dtype"] != _dtype(model):
+        if entry["dtype"] != _dtype(model):
             raise ModelError(
-                f"checkpoint {folder}: {model.name} was saved in {described['dtype']}, model.dtype"
+                f"checkpoint {folder}: {model.name} was saved in {entry['dtype']}, model.dtype"
                 f" makes it {_dtype(model)}"
+            )
+
+
+def _check_adapters(folder: Path, model: Saved, was: Mapping[str, Any] | None) -> None:
+    """Refuse adapters of other settings or other weights, and adapters where weights are needed."""
+    if model.adapters is None and was is not None:
+        raise ModelError(
+            f"checkpoint {folder}: {model.name} has adapters alone, for the weights of"
+            f" {was['base']}; `rlcore export` writes them as policy.lora.path takes them, with"
+            " --merged as a whole model"
+        )
+    if model.adapters is None:
+        return
+    if was is None:
+        raise ModelError(
+            f"checkpoint {folder}: {model.name} has all weights, this run trains adapters"
+            " (policy.lora); to train adapters of it, set policy.checkpoint in a new run"
+        )
+    now = described(model.adapters.config, model.adapters.base)
+    for key in now.keys() - {"base"}:
+        if was.get(key) != now[key]:
+            weights = f" (the weights of {was['base']}, now {now['base']})"
+            raise ModelError(
+                f"checkpoint {folder}: the adapters of {model.name} were saved with {key}"
+                f" {was.get(key)!r}, this run has {now[key]!r}"
+                f"{weights if key == 'base_digest' else ''}"
             )

@@ -7,7 +7,9 @@ A checkpoint of any layout holds every parameter whole, so any layout can be con
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,18 +18,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from backends.megatron.checkpoint.adapters import KEY
 from backends.megatron.checkpoint.pickles import check_metadata
 from backends.megatron.checkpoint.pieces import PieceReader
-from backends.megatron.checkpoint.save_load import check_architecture, read_manifest
+from backends.megatron.checkpoint.save_load import MANIFEST, check_architecture, read_manifest
 from backends.megatron.checkpoint.shards import read_errors
+from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import EXPERT, LAYER, unpack, weight_specs
+from backends.megatron.convert.layout import EXPERT, LAYER, Slice, unpack, weight_specs
+from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.table import FUSED_NORMS, Entry
-from backends.megatron.weights.folder import SHARD_BYTES
+from backends.megatron.weights.folder import SHARD_BYTES, write_peft
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 
 _NAME = "policy"
+
+# Reads the Hugging Face tensors of an entry.
+Read = Callable[[Entry], list[Tensor]]
 
 
 def checkpoint_to_hf(
@@ -37,12 +46,16 @@ def checkpoint_to_hf(
     *,
     dtype: torch.dtype,
     tokenizer: Path | None = None,
+    lora: LoraConfig | None = None,
+    merged: bool = False,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the policy of a checkpoint in the format of `export_hf`.
+    """Write the policy of a checkpoint in the format of `export_hf`, or adapters as a PEFT folder.
 
     Args:
         tokenizer: the folder with the tokenizer's files; by default the model's folder.
+        lora: the adapters of the run; None if it trained all weights.
+        merged: write the whole model with the adapters' products added to its weights.
 
     Raises:
         ModelError: the checkpoint is damaged or of another model, or `folder` holds something else.
@@ -52,18 +65,61 @@ def checkpoint_to_hf(
     check_architecture(checkpoint, _NAME, arch, described)
     head = described["head"]
     specs = weight_specs(arch, dtype, head)
-    parameters = _Parameters(checkpoint / _NAME)
-    writer = FolderWriter(folder, specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
-    remaining = iter(specs)
-    # Entries in the order of `specs`.
-    for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
-        for tensor in parameters.as_hf(entry, arch):
-            spec = next(remaining)
-            writer.add(spec.name, tensor.to(spec.torch_dtype).reshape(spec.shape))
-    writer.finish(arch.hf_config, arch.table.classes[head == "value"])
+    stored = StoredParameters(checkpoint / _NAME)
+    with ExitStack() as stack:
+        read: Read = partial(stored.as_hf, arch=arch)
+        if lora is not None:
+            factors = {entry.megatron: stored.read(KEY + entry.megatron)
+                       for entry, _ in factor_rows(arch, lora)}  # fmt: skip
+            if not merged:
+                write_peft(folder, arch, lora, {k: v.to(dtype) for k, v in factors.items()})
+                return
+            base = _reader(Path(described["adapters"]["base"]), arch, stack)
+            read = partial(_merged, read=base, factors=factors, lora=lora)
+        elif merged:
+            raise ModelError(f"{checkpoint}: it has all weights, there is nothing to merge")
+        sources = (arch.folder, tokenizer or arch.folder)
+        writer = FolderWriter(folder, specs, max_shard_bytes, sources)
+        remaining = iter(specs)
+        # Entries in the order of `specs`.
+        for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
+            for tensor in read(entry):
+                spec = next(remaining)
+                writer.add(spec.name, tensor.to(spec.torch_dtype).reshape(spec.shape))
+        writer.finish(arch.hf_config, arch.table.classes[head == "value"])
 
 
-class _Parameters:
+def _reader(base: Path, arch: Architecture, stack: ExitStack) -> Read:
+    """A function that reads an entry's tensors from a Hugging Face folder or a checkpoint."""
+    if (base / MANIFEST).is_file():
+        return partial(StoredParameters(base / _NAME).as_hf, arch=arch)
+    if not base.is_dir():
+        raise ModelError(f"{base}: the weights below the adapters are not there any more")
+    source = stack.enter_context(SafetensorsFolder(base))
+
+    def read(entry: Entry) -> list[Tensor]:
+        shapes = hf_shapes(arch, entry)
+        return [source.read(name, shape, Slice(None)) for name, shape in zip(entry.hf, shapes)]
+
+    return read
+
+
+def _merged(
+    entry: Entry, read: Read, factors: Mapping[str, Tensor], lora: LoraConfig
+) -> list[Tensor]:
+    """An entry's tensors with the products of their adapters, added in fp32."""
+    found = []
+    for name, tensor in zip(entry.hf, read(entry)):
+        module = name.removesuffix(".weight")
+        if (b := factors.get(f"{module}.lora_B.weight")) is not None:
+            a = factors[f"{module}.lora_A.weight"].float()
+            product = (b.float() @ a).mul_(lora.alpha / a.size(0))
+            tensor = product.view(tensor.shape).add_(tensor)
+        found.append(tensor)
+    return found
+
+
+class StoredParameters:
     """The parameters in one model's folder of a checkpoint, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +138,7 @@ class _Parameters:
     def as_hf(self, entry: Entry, arch: Architecture) -> list[Tensor]:
         """The Hugging Face tensors of an entry, as views of its parameter."""
         shapes = hf_shapes(arch, entry)
-        parameter = self._read(entry.megatron)
+        parameter = self.read(entry.megatron)
         if parameter.numel() < sum(map(math.prod, shapes)):
             raise ModelError(
                 f"checkpoint {self._folder}: {entry.megatron} has the shape"
@@ -91,7 +147,7 @@ class _Parameters:
         rows = [shape[0] for shape in shapes]
         return unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
 
-    def _read(self, megatron: str) -> Tensor:
+    def read(self, megatron: str) -> Tensor:
         """Read a parameter from all of its stored boxes."""
         found = [named for named in _stored_names(megatron) if named[0] in self._stored]
         if not found:

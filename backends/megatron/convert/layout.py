@@ -154,6 +154,6 @@ def owned_parameters(
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, then the buffers that its folder holds."""
-    yield from model.named_parameters()
+    """Yield the parameters of a model but its adapters', then the buffers that its folder holds."""
+    yield from (found for found in model.named_parameters() if ".lora." not in found[0])
     yield from saved_buffers(model)

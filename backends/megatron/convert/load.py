@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, hf_shapes
 from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
+from backends.megatron.convert.peft_folder import ADAPTER_FILE, PREFIX, check_settings
 from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
 from backends.megatron.parallel.state import ParallelState
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 
 
@@ -22,13 +25,16 @@ class SafetensorsFolder:
     """Slices of the tensors of a folder, by name.
 
     A file is opened at first use, and memory-mapped instead of read.
+
+    Args:
+        file_of: the file of each tensor; default: as a model's folder says.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file_of: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-        self._file_of = tensor_files(folder)
+        self._file_of = tensor_files(folder) if file_of is None else file_of
 
     def __enter__(self) -> SafetensorsFolder:
         return self
@@ -81,13 +87,38 @@ def load_hf(
             if entry.megatron == VALUE_HEAD and entry.hf[0] not in source.names:
                 continue
             padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
-            rank, size = (
-                (parallel.tp_rank, parallel.tp_size)
-                if entry.expert is None
-                else (parallel.etp_rank, parallel.etp_size)
-            )
+            rank, size = parallel.split_of(expert=entry.expert is not None)
             pieces = []
             for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
                 part = tp_slice(entry.split, shape, rank, size, padded)
                 pieces.append(source.read(name, shape, part))
             pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
+
+
+@torch.no_grad()
+def load_adapters(
+    factors: Mapping[str, Tensor], arch: Architecture, config: LoraConfig, parallel: ParallelState
+) -> None:
+    """Fill this rank's factors, of `named_factors`, from the PEFT folder `config.path`, in place.
+
+    Raises ModelError for settings other than `config`, and for a tensor that is missing, unknown or
+    of another shape.
+    """
+    folder = Path(config.path or "")
+    check_settings(folder, config, arch)
+    rows = factor_rows(arch, config)
+    with open_shard(folder / ADAPTER_FILE, "pt") as file:
+        names = set(file.keys())
+    wanted = {PREFIX + entry.hf[0] for entry, _ in rows}
+    if extra := sorted(names - wanted):
+        raise ModelError(
+            f"{folder}: tensor {extra[0]!r} is of no adapter of this run: policy.lora.targets is"
+            f" {', '.join(config.targets)}"
+        )
+    with SafetensorsFolder(folder, dict.fromkeys(names, ADAPTER_FILE)) as source:
+        for entry, shape in rows:
+            if entry.megatron not in factors:
+                continue
+            rank, size = parallel.split_of(expert=entry.expert is not None)
+            part = tp_slice(entry.split, shape, rank, size, 0)
+            factors[entry.megatron].copy_(source.read(PREFIX + entry.hf[0], shape, part))

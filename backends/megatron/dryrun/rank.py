@@ -255,8 +255,8 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
         if isinstance(model, SwappedIn):
             continue
         with model.on_device(training=model.optimizer is not None):
-            parameters[name] = sum(p.numel() for p in model._weights())
-            sizes[f"{name} weights"] = storage_bytes(iter(model._weights()))
+            parameters[name] = sum(p.numel() for p in model.parameters())
+            sizes[f"{name} weights"] = storage_bytes(iter(model.parameters()))
             if model.optimizer is not None:
                 sizes[f"{name} gradients"] = storage_bytes(iter(model._gradients()))
                 with model.optimizer.state.on_device():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from backends.megatron.cpu.kernels import is_hopper, kernel_type
+from backends.megatron.model.lora import adapters, grouped
 
 
 class GroupedExperts(SequentialMLP):
@@ -29,13 +31,24 @@ class GroupedExperts(SequentialMLP):
             return alone
         ends = tokens_per_expert.cumsum(0).to(hidden.device, torch.int32, non_blocking=True)
         experts = list(self.local_experts)
-        rows = _GroupedLinear.apply(hidden, ends, counts, *(e.linear_fc1.weight for e in experts))
+        rows = _product([expert.linear_fc1 for expert in experts], hidden, ends, counts)
         rows = experts[0].activation_func(rows)
         rows = (rows * probs.unsqueeze(-1)).to(rows.dtype)
-        return (
-            _GroupedLinear.apply(rows, ends, counts, *(e.linear_fc2.weight for e in experts)),
-            None,
-        )
+        return _product([expert.linear_fc2 for expert in experts], rows, ends, counts), None
+
+
+def _product(layers: Sequence[Any], x: Tensor, ends: Tensor, counts: list[int]) -> Tensor:
+    """The product of each expert's layer, with its adapter's."""
+    out: Tensor = _GroupedLinear.apply(x, ends, counts, *(layer.weight for layer in layers))
+    found = [layer.lora for layer in layers if hasattr(layer, "lora")]
+    if not found:
+        return out
+
+    def linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        product: Tensor = _GroupedLinear.apply(x, ends, counts, *weights)
+        return product
+
+    return out + grouped(found, x, linear)
 
 
 def groups_matmuls(experts: SequentialMLP, hidden: Tensor) -> bool:
@@ -44,7 +57,9 @@ def groups_matmuls(experts: SequentialMLP, hidden: Tensor) -> bool:
     torch's kernel is for Hopper, and for bf16 rows of a multiple of 16 bytes. It is not documented
     to be deterministic.
     """
-    sizes = experts.local_experts[0].linear_fc2.weight.shape
+    first = experts.local_experts[0]
+    ranks = [factors.a.size(0) for adapter in adapters([first]) for factors in adapter.factors()]
+    sizes = [*first.linear_fc2.weight.shape, *ranks]
     return (
         kernel_type(hidden.device) == "cuda"
         and hidden.dtype == torch.bfloat16
@@ -75,6 +90,9 @@ class _GroupedLinear(torch.autograd.Function):
         x, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         d_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        # Those of a layer are trained together or not at all.
+        if not ctx.needs_input_grad[3]:
+            return (d_x, None, None, *[None] * len(weights))
         d_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind()
         for count, d_weight in zip(ctx.counts, d_weights):
             if not count:

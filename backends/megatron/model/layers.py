@@ -56,11 +56,13 @@ def choose_layers(
     installed: bool,
     deterministic: bool,
     latent: bool = False,
+    lora: bool = False,
 ) -> Layers:
     """Choose the layers for a device, "cpu" or "cuda". Pure.
 
     Args:
         latent: the model has latent attention.
+        lora: the model has adapters.
     """
     if wanted == "off":
         return Layers("local", "policy.transformer_engine: off")
@@ -72,6 +74,8 @@ def choose_layers(
         return Layers("local", "run.deterministic: not proven for Transformer Engine")
     if latent:
         return Layers("local", "latent attention is not supported with Transformer Engine's layers")
+    if lora:
+        return Layers("local", "policy.lora: not supported with Transformer Engine's layers")
     return Layers("transformer_engine", "installed")
 
 
@@ -86,6 +90,7 @@ def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
         installed=importlib.util.find_spec("transformer_engine") is not None,
         deterministic=config.run.deterministic,
         latent=latent,
+        lora=config.policy.lora is not None,
     )
     if config.policy.fp8 is not None and not layers.transformer_engine:
         raise ConfigError(

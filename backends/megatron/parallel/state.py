@@ -117,6 +117,10 @@ class ParallelState:
         """The number of ranks that hold the same experts."""
         return self.world_size // (self.pp_size * self.ep_size * self.etp_size)
 
+    def split_of(self, *, expert: bool) -> tuple[int, int]:
+        """This rank and the number of ranks that split a weight, dense or of a routed expert."""
+        return (self.etp_rank, self.etp_size) if expert else (self.tp_rank, self.tp_size)
+
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage."""

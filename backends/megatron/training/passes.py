@@ -51,36 +51,49 @@ class Model:
     chunks: list[GPTModel]  # unwrapped: for parameters, conversion, checkpoints
     modules: list[nn.Module]  # for calls: wrapped in Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None  # None: frozen
-    # Weights, then gradients if there are any; empty while the model is being built.
-    _offloadable: list[OffloadedTensors] = field(default_factory=list)
+    # Both are empty while the model is being built.
+    _offloadable_weights: list[OffloadedTensors] = field(default_factory=list)
+    _offloadable_gradients: list[OffloadedTensors] = field(default_factory=list)
 
     def make_offloadable(self, device: torch.device, *, offload: bool) -> None:
         """Make weights and gradient buffers offloadable; `offload`: offload them between uses."""
-        retention = Retention.FROZEN if self.optimizer is None else Retention.CHANGING
         keep = not offload
-        self._offloadable.append(
-            OffloadedTensors(self._weights, device, retention, keep_on_device=keep)
-        )
+        trained = [] if self.optimizer is None else [self._trained]
+        # What an update leaves alone is copied out once.
+        self._offloadable_weights = [
+            OffloadedTensors(self._frozen, device, Retention.FROZEN, keep_on_device=keep),
+            *(OffloadedTensors(t, device, keep_on_device=keep) for t in trained),
+        ]
         if self.optimizer is not None:
-            self._offloadable.append(
+            self._offloadable_gradients = [
                 OffloadedTensors(self._gradients, device, Retention.SCRATCH, keep_on_device=keep)
-            )
+            ]
 
     @property
     def offloadable(self) -> list[OffloadedTensors]:
         """All tensors of the model that can be offloaded."""
-        return [*self._offloadable, *([] if self.optimizer is None else [self.optimizer.state])]
+        state = [] if self.optimizer is None else [self.optimizer.state]
+        return [*self._offloadable_weights, *self._offloadable_gradients, *state]
 
     @contextmanager
     def on_device(self, *, training: bool = False) -> Iterator[Model]:
         """Inside, the weights are on the device; with `training` the gradient buffers are too."""
         with ExitStack() as stack:
-            for tensors in self._offloadable if training else self._offloadable[:1]:
+            gradients = self._offloadable_gradients if training else []
+            for tensors in (*self._offloadable_weights, *gradients):
                 stack.enter_context(tensors.on_device())
             yield self
 
-    def _weights(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """The parameters of this rank, trained and frozen ones."""
         return [p for chunk in self.chunks for p in chunk.parameters()]
+
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def _frozen(self) -> list[Tensor]:
+        trains = self.optimizer is not None
+        return [p for p in self.parameters() if not (trains and p.requires_grad)]
 
     def _gradients(self) -> list[Tensor]:
         wrapped: list[Any] = self.modules
@@ -95,10 +108,14 @@ class SwappedIn:
     """Weights in host memory (pinned on CUDA) that are swapped into the policy for a pass.
 
     They need no device memory besides the policy's.
+
+    Args:
+        own: the policy's tensors that they replace.
     """
 
-    def __init__(self, policy: Model, weights: Sequence[Tensor]) -> None:
+    def __init__(self, policy: Model, own: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._policy = policy
+        self._own = own
         self._weights = weights
         # The policy's own weights during a swap; allocated at the first swap.
         self._aside: list[Tensor] = []
@@ -110,15 +127,14 @@ class SwappedIn:
         Weights are copied into existing storage, of which gradient and optimizer buffers are views.
         """
         with self._policy.on_device():
-            own = weights_of(self._policy.chunks)
             if not self._aside:
                 self._aside = [torch.empty_like(w, pin_memory=w.is_pinned()) for w in self._weights]
-            copy_weights(own, self._aside)
-            copy_weights(self._weights, own)
+            copy_weights(self._own, self._aside)
+            copy_weights(self._weights, self._own)
             try:
                 yield self._policy
             finally:
-                copy_weights(self._aside, own)
+                copy_weights(self._aside, self._own)
 
 
 Frozen = Model | SwappedIn  # a model for passes without gradients

@@ -30,12 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
-from backends.megatron.convert.layout import Slice, owned_parameters, tp_slice, unpack, weight_specs
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.layout import Slice, tp_slice, unpack
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
+from backends.megatron.weights.tensors import exported
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.planning.publication import bucket_limit
 from rlcore.quantised_weights import quantise_bucket, quantised_bucket
@@ -91,6 +93,7 @@ class WeightExporter:
 
     Args:
         bucket_bytes: the most bytes of a bucket.
+        adapters: gather the factors of the model's adapters, not its weights.
         quantised: yield buckets in FP8 (rlcore/quantised_weights.py).
         sharing: another exporter of the same model, whose process group this one uses.
     """
@@ -104,24 +107,24 @@ class WeightExporter:
         dtype: torch.dtype,
         head: Head = "lm",
         bucket_bytes: int = 256 << 20,
+        adapters: LoraConfig | None = None,
         quantised: bool = False,
         sharing: WeightExporter | None = None,
     ) -> None:
         self.arch = arch
         self.parallel = parallel
         self.head = head
-        self.specs = weight_specs(arch, dtype, head)
+        self._exported = exported(chunks, arch, dtype, head, adapters)
+        self.specs = self._exported.specs
+        self._shapes = self._exported.shapes
         size = sum(spec.num_bytes for spec in self.specs)
         self.buckets = cut_buckets(self.specs, bucket_limit(size, bucket_bytes))
         self.quantised = quantised
         # The buckets as they are yielded.
         self.layout = tuple(map(quantised_bucket, self.buckets)) if quantised else self.buckets
-        own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
-        self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
-        self._device = own[0][1].device
-        self._padded_vocab = self._agree_on_vocab(
-            [param.size(0) for entry, param in own if entry.split is Split.VOCAB]
-        )
+        self._params = self._exported.held
+        self._device = next(chunks[0].parameters()).device
+        self._padded_vocab = self._agree_on_vocab(self._exported.vocabulary_rows)
         self._ranks = self._gather_coordinates()
         self._sources = self._find_sources()
         self._found: dict[tuple[int, int | None, Split], list[int]] = {}
@@ -333,9 +336,10 @@ class WeightExporter:
         owner = None if expert is None else expert * self.parallel.ep_size // self.arch.num_experts
 
         def contributes(at: _Coordinates) -> bool:
+            whole = split is Split.REPLICATED
             if owner is not None:
-                return (at.ep, at.expert_replica) == (owner, 0)
-            return at.replica == 0 and (split is not Split.REPLICATED or at.tp == 0)
+                return (at.ep, at.expert_replica) == (owner, 0) and not (whole and at.etp)
+            return at.replica == 0 and not (whole and at.tp)
 
         kind = (source.stage, owner, split)
         if kind not in self._found:
@@ -363,13 +367,11 @@ class WeightExporter:
         """
         source = self._sources[part.spec.name]
         at = self._ranks[self.parallel.rank]
-        rows = [
-            self._slice(source.entry, shape, at).shape(shape)[0]
-            for shape in hf_shapes(self.arch, source.entry)
-        ]
+        shapes = [self._shapes[name] for name in source.entry.hf]
+        rows = [self._slice(source.entry, shape, at).shape(shape)[0] for shape in shapes]
         param = self._params[source.entry.megatron].data
         pieces = unpack(source.entry.split, param, self.arch.transformer["kv_channels"], rows)
-        return pieces[source.piece]
+        return self._exported.merged(source.entry, source.piece, pieces[source.piece])
 
     # --- agreement between ranks ------------------------------------------------------------------
 
@@ -382,19 +384,19 @@ class WeightExporter:
         dist.all_gather(gathered, own, group=p.control_group)
         return [_Coordinates(*numbers.tolist()) for numbers in gathered]
 
-    def _agree_on_vocab(self, rows: list[int]) -> int:
+    def _agree_on_vocab(self, rows: int) -> int:
         """The padded vocabulary size, also on stages without embeddings: they plan with it too.
 
         Args:
-            rows: of this rank's tensors that are split along the vocabulary.
+            rows: of this rank's tensors that are split along the vocabulary; 0 without one.
         """
-        padded = torch.tensor([rows[0] * self.parallel.tp_size if rows else 0])
+        padded = torch.tensor([rows * self.parallel.tp_size])
         dist.all_reduce(padded, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         return int(padded)
 
     def _find_sources(self) -> dict[str, _Source]:
         """The source of every tensor."""
-        entries = model_entries(self.arch, self.head)
+        entries = self._exported.entries
         stages = torch.tensor(
             [self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries]
         )

@@ -1,12 +1,23 @@
-"""Writing the weights of all ranks as a Hugging Face folder."""
+"""Writing the weights of all ranks as a Hugging Face folder, or the adapters as PEFT's."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
+from backends.megatron.convert.peft_folder import ADAPTER_FILE, PREFIX, SETTINGS_FILE, settings
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.weights.export import WeightExporter
+from rlcore.config.sections.policy import LoraConfig
+from rlcore.errors import ModelError, RunFailed
+from rlcore.hf_folder import write_json
+from rlcore.runs.files import sync_tree
 
 SHARD_BYTES = 4 << 30  # of one file of an exported folder
 
@@ -43,3 +54,46 @@ def export_hf(
                     writer.add(name, tensor)
         if writer is not None:
             writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
+
+
+def export_peft(exporter: WeightExporter, folder: Path, config: LoraConfig) -> None:
+    """Write the adapters of a model as a PEFT folder. Collective; rank 0 writes.
+
+    Args:
+        exporter: of the adapters.
+    """
+    factors = {}
+    for bucket, flat in exporter.export_buckets():
+        if flat is not None:
+            factors |= {name: tensor.cpu().clone() for name, tensor in bucket.views(flat)}
+    with raise_on_all_ranks(exporter.parallel, f"the export to {folder}"):
+        if exporter.parallel.rank == 0:
+            write_peft(folder, exporter.arch, config, factors)
+
+
+def write_peft(
+    folder: Path, arch: Architecture, config: LoraConfig, factors: Mapping[str, Tensor]
+) -> None:
+    """Write factors, by `<matrix>.lora_A.weight`, as a PEFT folder; it replaces an earlier one.
+
+    Raises ModelError if the folder holds something else, and RunFailed if the disk does.
+    """
+    if folder.exists() and not (folder / SETTINGS_FILE).is_file() and any(folder.iterdir()):
+        raise ModelError(
+            f"{folder}: exists and is no PEFT folder; choose another folder for the export"
+        )
+    aside = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        tensors = {PREFIX + name: factor.contiguous() for name, factor in factors.items()}
+        save_file(tensors, aside / ADAPTER_FILE, {"format": "pt"})
+        write_json(aside / SETTINGS_FILE, settings(arch, config))
+        sync_tree(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RunFailed(f"the export to {folder} failed: {error}; make room and repeat it") from (
+            error
+        )

@@ -38,6 +38,9 @@ ListPath = Annotated[str, LeadsTo("list", "a JSON list of URLs, or a folder of s
 ModelPath = Annotated[
     str, LeadsTo("folder", "a local Hugging Face folder (config.json, *.safetensors)")
 ]
+AdapterPath = Annotated[
+    str, LeadsTo("folder", "a PEFT folder (adapter_config.json, adapter_model.safetensors)")
+]
 TokenizerPath = Annotated[str, LeadsTo("folder", "a Hugging Face folder with a tokenizer")]
 CHECKPOINT = LeadsTo("checkpoint", "a run, a checkpoint or its folder of shards")
 CheckpointPath = Annotated[str, CHECKPOINT]

@@ -13,7 +13,14 @@ from pydantic import (
     field_validator,
 )
 
-from rlcore.config.sections.base import CheckpointPath, Found, ModelPath, Probability, Section
+from rlcore.config.sections.base import (
+    AdapterPath,
+    CheckpointPath,
+    Found,
+    ModelPath,
+    Probability,
+    Section,
+)
 
 
 class ParallelConfig(Section):
@@ -125,6 +132,21 @@ class Fp8Config(Section):
     """Recipe `delayed`: which value of the history is used."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): they alone are trained, the model stays as it was."""
+
+    rank: PositiveInt = 32
+    """Rank of an adapter's two factors."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product counts `alpha / rank` times."""
+    targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
+    """Linear layers with adapters, such as `q_proj`; `all-linear`: all but the head."""
+    expert_rank: NonNegativeInt | None = None
+    """Rank in routed experts, 0 for none; default: `rank` over the experts that a token takes."""
+    path: AdapterPath | None = None
+    """PEFT folder with the initial adapters; default: fresh ones."""
+
+
 class PolicyConfig(Section):
     """The trained model: layout, optimizer, micro-batches, layers."""
 
@@ -134,6 +156,8 @@ class PolicyConfig(Section):
     """Tokens of a micro-batch over all context-parallel ranks, padding included."""
     checkpoint: CheckpointPath | None = None
     """Run, checkpoint or folder of shards with the initial weights; default: `model.path`."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters; default: every weight."""
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
     transformer_engine: Literal["auto", "off"] = "auto"
     """`auto`: Transformer Engine's layers where it is installed, on CUDA."""

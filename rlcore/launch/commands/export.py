@@ -11,8 +11,12 @@ from rlcore.launch.run_folder import find_checkpoint
 from rlcore.runs.directory import RunDirectory
 
 
-def export_checkpoint(source: Path, folder: Path) -> int:
-    """Write a checkpoint of any layout as a Hugging Face folder, on the CPU, without the model."""
+def export_checkpoint(source: Path, folder: Path, *, merged: bool = False) -> int:
+    """Write a checkpoint of any layout as a Hugging Face folder, on the CPU, without the model.
+
+    Args:
+        merged: write a whole model, where the run trained adapters.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another name")
     if folder.exists() and any(folder.iterdir()):
@@ -25,6 +29,6 @@ def export_checkpoint(source: Path, folder: Path) -> int:
         raise UserError(
             f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints"
         )
-    export_policy(load_config([run.config_path]).config, shards, folder)
+    export_policy(load_config([run.config_path]).config, shards, folder, merged=merged)
     print(f"wrote {folder}")
     return 0

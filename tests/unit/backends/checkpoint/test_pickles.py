@@ -18,7 +18,7 @@ with importing_megatron():
 
     from backends.megatron.checkpoint.pickles import METADATA, check_metadata
     from backends.megatron.checkpoint.shards import plan_sharded, read_errors, read_sharded
-    from backends.megatron.checkpoint.to_hf import _Parameters
+    from backends.megatron.checkpoint.to_hf import StoredParameters
 from rlcore.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -65,7 +65,7 @@ def test_what_rlcore_writes_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [lambda folder: read_sharded(state(None), folder), _Parameters],
+    [lambda folder: read_sharded(state(None), folder), StoredParameters],
     ids=["resume", "export"],
 )
 def test_metadata_that_would_run_code_is_refused(tmp_path: Path, read: Any) -> None:

@@ -35,7 +35,7 @@ def test_in_bf16_on_a_hopper(
     )
     weight = SimpleNamespace(shape=case["shape"])
     experts: Any = SimpleNamespace(
-        local_experts=[SimpleNamespace(linear_fc2=SimpleNamespace(weight=weight))],
+        local_experts=[SimpleNamespace(linear_fc2=SimpleNamespace(weight=weight), modules=list)],
         config=SimpleNamespace(moe_apply_probs_on_input=case["on_input"]),
     )
     device = torch.device("cuda" if case["cuda"] else "cpu")

@@ -1,0 +1,92 @@
+"""The matrices of a model that get adapters: `policy.lora`. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from backends.megatron.convert.architecture import Architecture, hf_shapes
+from backends.megatron.convert.table import Entry, Split
+from rlcore.config.sections.policy import LoraConfig
+from rlcore.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer except the head."""
+
+_LINEAR = {Split.QKV, Split.GATED, Split.COLUMN, Split.ROW}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """One Megatron weight with adapters on some of its Hugging Face matrices."""
+
+    entry: Entry
+    pieces: tuple[int, ...]  # indices among the entry's matrices
+    rank: int
+
+
+def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]:
+    """The weights with adapters, by Megatron's name, in the order of a forward pass.
+
+    Raises ConfigError if a target names no matrix of the model, or no matrix has an adapter.
+    """
+    expert_rank = config.expert_rank
+    if expert_rank is None:
+        chosen = int(arch.transformer.get("moe_router_topk") or 1)
+        expert_rank = max(config.rank // chosen, 1)
+    found: dict[str, Adapted] = {}
+    known: set[str] = set()
+    for entry in arch.entries():
+        if entry.split not in _LINEAR or not entry.megatron.endswith(".weight"):
+            continue
+        known.update(map(target_name, entry.hf))
+        rank = config.rank if entry.expert is None else expert_rank
+        pieces = tuple(
+            index
+            for index, name in enumerate(entry.hf)
+            if {ALL_LINEAR, target_name(name)} & set(config.targets)
+        )
+        if pieces and rank:
+            found[entry.megatron] = Adapted(entry, pieces, rank)
+    for target in config.targets:
+        if target not in {ALL_LINEAR, *known}:
+            raise ConfigError(
+                f"policy.lora.targets: {target!r} names no linear layer of {arch.family}; it has"
+                f" {', '.join(sorted(known))}, and {ALL_LINEAR} stands for all of them"
+            )
+    if not found:
+        raise ConfigError(
+            f"policy.lora: no layer gets an adapter: targets {', '.join(config.targets)}, rank of"
+            f" experts {expert_rank}"
+        )
+    return found
+
+
+def target_name(tensor: str) -> str:
+    """The word by which PEFT targets a matrix: "q_proj" of `...self_attn.q_proj.weight`."""
+    return tensor.split(".")[-2]
+
+
+def factor_entries(arch: Architecture, adapted: Adapted) -> list[tuple[Entry, tuple[int, int]]]:
+    """A row of the conversion table for each A and B of a weight, and the factor's whole shape.
+
+    TP splits B of a column-parallel and A of a row-parallel layer; the other is whole on all ranks.
+    """
+    by_row = adapted.entry.split is Split.ROW
+    splits = (Split.ROW, Split.REPLICATED) if by_row else (Split.REPLICATED, Split.COLUMN)
+    shapes = hf_shapes(arch, adapted.entry)
+    found = []
+    for index in adapted.pieces:
+        out, width = shapes[index]
+        module = adapted.entry.hf[index].removesuffix(".weight")
+        factors = {"lora_A": (adapted.rank, width), "lora_B": (out, adapted.rank)}
+        for (factor, shape), split in zip(factors.items(), splits):
+            name = f"{module}.{factor}.weight"
+            row = replace(adapted.entry, megatron=name, hf=(name,), split=split)
+            found.append((row, shape))
+    return found
+
+
+def factor_rows(arch: Architecture, config: LoraConfig) -> list[tuple[Entry, tuple[int, int]]]:
+    """The rows of `factor_entries` for a whole model, in the order of a forward pass."""
+    layers = adapted_layers(arch, config).values()
+    return [row for adapted in layers for row in factor_entries(arch, adapted)]

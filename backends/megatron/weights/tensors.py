@@ -1,0 +1,71 @@
+"""What an export gathers: a model's weights, or the factors of its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from backends.megatron.convert.adapters import factor_rows
+from backends.megatron.convert.architecture import Architecture, weight_tensors
+from backends.megatron.convert.layout import owned_parameters
+from backends.megatron.convert.table import Entry, Split
+from backends.megatron.model.lora import Adapter, adapters, delta, named_factors
+from rlcore.config.sections.policy import LoraConfig
+from rlcore.weights import TensorSpec
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The tensors of an export, in its order, and what this rank holds of them."""
+
+    entries: list[Entry]
+    specs: list[TensorSpec]
+    held: dict[str, Tensor]  # this rank's parameter of an entry, by Megatron's name
+    adapters: dict[str, Adapter]  # what is merged into a parameter
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, by name."""
+        return {spec.name: spec.shape for spec in self.specs}
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """This rank's rows of a tensor that is split along the vocabulary, or 0."""
+        found = [e for e in self.entries if e.split is Split.VOCAB and e.megatron in self.held]
+        return self.held[found[0].megatron].size(0) if found else 0
+
+    def merged(self, entry: Entry, index: int, piece: Tensor) -> Tensor:
+        """This rank's part of a matrix with its adapter's product, in fp32; no weight changes."""
+        adapter = self.adapters.get(entry.megatron)
+        added = None if adapter is None else delta(adapter, index)
+        return piece if added is None else added.view(piece.shape).add_(piece)
+
+
+def exported(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    dtype: torch.dtype,
+    head: str,
+    lora: LoraConfig | None = None,
+) -> Exported:
+    """The weights under the names of a Hugging Face folder, with any adapters merged into them.
+
+    With `lora` the adapters' factors instead, under PEFT's names: `...q_proj.lora_A.weight`.
+    """
+    if lora is not None:
+        rows = factor_rows(arch, lora)
+        specs = [TensorSpec(entry.hf[0], shape, _name(dtype)) for entry, shape in rows]
+        return Exported([entry for entry, _ in rows], specs, named_factors(chunks), {})
+    described = list(weight_tensors(arch, _name(dtype), head))
+    specs = [TensorSpec(name, shape, each) for _, name, shape, each in described]
+    owned = owned_parameters(chunks, arch)
+    held = {entry.megatron: param for entry, param, copy in owned if not copy}
+    entries = list(dict.fromkeys(entry for entry, *_ in described))
+    return Exported(entries, specs, held, {one.weight_name: one for one in adapters(chunks)})
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

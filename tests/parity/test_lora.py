@@ -1,0 +1,146 @@
+"""Adapters under every kind of parallelism, against autograd of W + scale B A and against PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lora_oracle
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file
+from spawn import Results
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LATENT = [*ALL[3:], "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+MIXTRAL = [*ALL[:4], "w1", "w2", "w3"]
+PARTS = ["q_proj", "v_proj", "up_proj"]  # of fused layers
+# model -> (targets, rank of experts)
+ADAPTERS: dict[str, tuple[list[str], int]] = {
+    "qwen3": (ALL, 0), "qwen3_tied": (ALL, 0), "qwen2_tied": (ALL, 0), "llama": (PARTS, 0),
+    "qwen3_moe": (ALL, 4), "qwen2_moe": (ALL, 3), "mixtral": (MIXTRAL, 2),
+    "deepseek_v3": (LATENT, 2),
+}  # fmt: skip
+DENSE = ("qwen3", "qwen3_tied", "qwen2_tied", "llama")
+SP2 = {"tensor": 2, "sequence": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+
+
+def case(
+    layout: str, model: str, parallel: dict[str, Any], plan: str = "uneven", **keys: Any
+) -> dict[str, Any]:
+    targets, expert_rank = ADAPTERS[model]
+    lora = {"rank": lora_oracle.RANK, "alpha": lora_oracle.ALPHA, "targets": targets,
+        "expert_rank": expert_rank, "path": f"{model}_adapter"}  # fmt: skip
+    return {"name": f"{model}-{layout}", "model": model, "parallel": parallel, "plan": plan,
+        "lora": lora, **keys}  # fmt: skip
+
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        *(case("one", model, {}, "one") for model in ADAPTERS),
+        case("recomputed", "qwen3", {}, megatron=FULL),
+        case("recomputed_parts", "qwen3", {}, megatron=CORE),
+        case("grouped", "qwen3_moe", {}, "one", grouped=True),
+        case("critic", "qwen3", {}, "one", critic=True),
+    ],
+    2: [
+        *(
+            case(layout, model, parallel, plan)
+            for model in ("qwen3", "qwen3_tied", "llama")
+            for layout, parallel, plan in (
+                ("tp2", {"tensor": 2}, "uneven"),
+                ("tp2_sp", SP2, "uneven"),
+                ("pp2", {"pipeline": 2}, "uneven"),
+                ("vpp2", {"pipeline": 2, "virtual_pipeline": 2}, "pairs"),
+                ("cp2", {"context": 2}, "uneven"),
+            )
+        ),
+        case("dp2_distributed", "qwen3", {}, "starved", distributed=True),
+        case("dp2", "qwen3", {}, "starved"),
+        case("tp2_sp_recomputed", "qwen3", SP2, megatron=FULL),
+        case("tp2_sp", "qwen2_tied", SP2),
+        case("critic_tp2_sp", "qwen3", SP2, critic=True),
+        *(
+            case(layout, model, parallel, plan, **keys)
+            for model in ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3")
+            for layout, parallel, plan, keys in (
+                ("ep2", {"expert": 2}, "dp2", {}),
+                ("ep2_distributed", {"expert": 2}, "dp2", {"distributed": True}),
+                ("tp2_sp_etp2", SP2, "uneven", {}),
+                ("tp2_sp_ep2", {**SP2, "expert": 2, "expert_tensor": 1}, "uneven", {}),
+                ("pp2", {"pipeline": 2}, "uneven", {}),
+                ("cp2", {"context": 2}, "uneven", {}),
+            )
+        ),
+    ],
+    4: [
+        case("tp2_sp_pp2", "qwen3_tied", {**SP2, "pipeline": 2}),
+        case("tp2_sp_dp2", "qwen3", SP2, "starved", distributed=True),
+        case("tp2_sp_ep2_etp2", "qwen3_moe", {**SP2, "expert": 2}, "starved"),
+    ],
+}
+EVERY_RUN = (
+    *(one["name"] for one in CASES[1]), "qwen3-tp2", "qwen3-tp2_sp", "llama-tp2_sp",
+    "qwen3_tied-pp2", "qwen3-vpp2", "qwen3-cp2", "qwen3-dp2_distributed", "qwen3-tp2_sp_recomputed",
+    "qwen3-critic_tp2_sp", "qwen3_moe-ep2_distributed", "qwen3_moe-tp2_sp_etp2",
+    "deepseek_v3-tp2_sp_etp2", "deepseek_v3-tp2_sp_ep2",
+)  # fmt: skip
+NAMES = [one["name"] for cases in CASES.values() for one in cases]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity_lora") / "models"
+    oracle.write_models(path, only={*ADAPTERS, "qwen3_other"})
+    for name, (targets, expert_rank) in ADAPTERS.items():
+        lora_oracle.write_adapter(path / name, path / f"{name}_adapter", targets, expert_rank)
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(models: Path) -> Results:
+    return Results(models.parent, CASES, [EVERY_RUN])
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> dict[str, Any]:
+    return {
+        name: lora_oracle.by_definition(models / name, models / f"{name}_adapter")
+        for name in ADAPTERS
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.full) for name in NAMES],
+)
+def test_a_layout_equals_autograd(
+    name: str, results: Results, expected: dict[str, Any], models: Path
+) -> None:
+    model = name.partition("-")[0]
+    want = expected[model]
+    got = results[name]
+    oracle.check_scores(got["scores"], want)
+    stored = load_file(models / f"{model}_adapter" / "adapter_model.safetensors")
+    assert got["gradients"]["policy"].keys() == {
+        key.removeprefix(lora_oracle.PREFIX) for key in stored
+    }
+    oracle.check_gradients(got["gradients"]["policy"], want["gradients"])
+
+
+# which peft calls
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", DENSE)
+def test_autograd_equals_peft(name: str, expected: dict[str, Any], models: Path) -> None:
+    by_peft = lora_oracle.by_peft(models / name, models / f"{name}_adapter")
+    for key in ("logprobs", "entropy"):
+        torch.testing.assert_close(by_peft[key], expected[name][key], atol=1e-10, rtol=0)
+    oracle.check_gradients(expected[name]["gradients"], by_peft["gradients"], 1e-10)
+    merged = {key: expected[name]["merged"][key] for key in by_peft["merged"]}
+    oracle.check_gradients(merged, by_peft["merged"], 1e-10)
+    off = by_peft["off"]["logprobs"]
+    torch.testing.assert_close(off, expected[name]["off"]["logprobs"], atol=1e-10, rtol=0)
