@@ -169,6 +169,8 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     credit = CreditAssignment(config, objective)
     vectors = None if batch is None else vectors_of(case, credit, batch, result, plans)
     backend.assign(vectors)
+    if "load" in case:
+        backend.load(folder.parent / case["load"])
     if case.get("silent"):
         backend.update(0)  # which gives the optimizers moments
         if vectors is not None:
@@ -193,6 +195,10 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     }
     if config.policy.lora is not None:
         result["merged"] = exported(backend, *models["policy"])
+    result["before"] = before["policy"]
+    result["after"] = after["policy"]
+    if "save" in case:
+        backend.save(folder.parent / case["save"])
     result["padding_is_zero"] = padding_is_zero(list(backend.policy.chunks), backend)
     every: list[Any] = [None] * backend.world_size
     dist.all_gather_object(every, (update.metrics, result["skipped"], result["padding_is_zero"]))

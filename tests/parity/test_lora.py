@@ -9,8 +9,11 @@ import lora_oracle
 import oracle
 import pytest
 import torch
+from cases import TRAINED
 from safetensors.torch import load_file
 from spawn import Results
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LATENT = [*ALL[3:], "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
@@ -45,6 +48,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("recomputed_parts", "qwen3", {}, megatron=CORE),
         case("grouped", "qwen3_moe", {}, "one", grouped=True),
         case("critic", "qwen3", {}, "one", critic=True),
+        case("three_steps", "qwen3_tied", {}, "one", steps=3, optimizer=TRAINED),
+        case("three_steps", "qwen3_moe", {}, "one", steps=3, optimizer=TRAINED),
+        case("resumed", "qwen3_tied", {}, "one", load="qwen3_tied_saved", optimizer=TRAINED),
+        case("resumed", "qwen3_moe", {}, "one", load="qwen3_moe_saved", optimizer=TRAINED),
     ],
     2: [
         *(
@@ -63,6 +70,17 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("tp2_sp_recomputed", "qwen3", SP2, megatron=FULL),
         case("tp2_sp", "qwen2_tied", SP2),
         case("critic_tp2_sp", "qwen3", SP2, critic=True),
+        case("saved", "qwen3_tied", SP2, steps=2, optimizer=TRAINED, save="qwen3_tied_saved"),
+        case(
+            "saved",
+            "qwen3_moe",
+            {"expert": 2},
+            "dp2",
+            steps=2,
+            optimizer=TRAINED,
+            distributed=True,
+            save="qwen3_moe_saved",
+        ),
         *(
             case(layout, model, parallel, plan, **keys)
             for model in ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3")
@@ -80,15 +98,31 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("tp2_sp_pp2", "qwen3_tied", {**SP2, "pipeline": 2}),
         case("tp2_sp_dp2", "qwen3", SP2, "starved", distributed=True),
         case("tp2_sp_ep2_etp2", "qwen3_moe", {**SP2, "expert": 2}, "starved"),
+        case(
+            "resumed_elsewhere",
+            "qwen3_tied",
+            {"pipeline": 2},
+            "dp2",
+            optimizer=TRAINED,
+            distributed=True,
+            load="qwen3_tied_saved",
+        ),
     ],
 }
 EVERY_RUN = (
-    *(one["name"] for one in CASES[1]), "qwen3-tp2", "qwen3-tp2_sp", "llama-tp2_sp",
+    *(one["name"] for one in CASES[1] if "load" not in one),
+    "qwen3-tp2", "qwen3-tp2_sp", "llama-tp2_sp",
     "qwen3_tied-pp2", "qwen3-vpp2", "qwen3-cp2", "qwen3-dp2_distributed", "qwen3-tp2_sp_recomputed",
     "qwen3-critic_tp2_sp", "qwen3_moe-ep2_distributed", "qwen3_moe-tp2_sp_etp2",
-    "deepseek_v3-tp2_sp_etp2", "deepseek_v3-tp2_sp_ep2",
+    "deepseek_v3-tp2_sp_etp2", "deepseek_v3-tp2_sp_ep2", "qwen3_tied-saved", "qwen3_moe-saved",
 )  # fmt: skip
-NAMES = [one["name"] for cases in CASES.values() for one in cases]
+SAVED = ("three_steps", "saved", "resumed", "resumed_elsewhere")
+NAMES = [
+    one["name"]
+    for cases in CASES.values()
+    for one in cases
+    if one["name"].partition("-")[2] not in SAVED
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +136,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(models: Path) -> Results:
-    return Results(models.parent, CASES, [EVERY_RUN])
+    resumed = [f"{model}-resumed" for model in ("qwen3_tied", "qwen3_moe")]
+    return Results(models.parent, CASES, [EVERY_RUN, resumed])
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +179,37 @@ def test_autograd_equals_peft(name: str, expected: dict[str, Any], models: Path)
     oracle.check_gradients(merged, by_peft["merged"], 1e-10)
     off = by_peft["off"]["logprobs"]
     torch.testing.assert_close(off, expected[name]["off"]["logprobs"], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("qwen3_tied-saved", "qwen3_tied-resumed"),
+        ("qwen3_moe-saved", "qwen3_moe-resumed"),
+        pytest.param("qwen3_tied-saved", "qwen3_tied-resumed_elsewhere", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_layout(
+    saved: str, resumed: str, results: Results
+) -> None:
+    """Saved after two steps; the third one is that of a run that never stopped."""
+    before = results[saved]
+    after = results[resumed]
+    assert all(torch.equal(after["before"][name], x) for name, x in before["after"].items())
+    whole = results[f"{saved.partition('-')[0]}-three_steps"]
+    for name, want in whole["after"].items():
+        moved = want - before["after"][name]
+        assert oracle.relative(after["after"][name] - before["after"][name], moved) < 1e-3, name
+
+
+def test_a_checkpoint_holds_the_adapters_alone(results: Results, models: Path) -> None:
+    assert results["qwen3_tied-saved"]
+    folder = models.parent / "qwen3_tied_saved" / "policy"
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    named = {name for name, kind in stored.items() if isinstance(kind, TensorStorageMetadata)}
+    factors = load_file(models / "qwen3_tied_adapter" / "adapter_model.safetensors")
+    keys = {f"adapters.{name.removeprefix(lora_oracle.PREFIX)}" for name in factors}
+    moments = {
+        f"optimizer.state.{kind}.{key}" for kind in ("exp_avg", "exp_avg_sq") for key in keys
+    }
+    assert named == keys | moments
