@@ -25,17 +25,35 @@ if TYPE_CHECKING:
 # --- training -------------------------------------------------------------------------------------
 
 
-class PolicyBackend(Protocol):
+class WeightSource(Protocol):
+    """Weights on the trainer's ranks, for a publication. All ranks call the methods alike."""
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Return the fixed layout of the weights under their Hugging Face names."""
+
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Yield the buckets in order, each gathered from the ranks that hold its parts.
+
+        The bytes are uint8 [num_bytes] on rank 0, and None elsewhere unless `everywhere` is true.
+        """
+
+
+class PolicyBackend(WeightSource, Protocol):
     """The trainer's models on their ranks. All ranks call every method, in the same order.
 
     Vectors enter and leave on rank 0, in the order of the loaded batch; other ranks pass and get
-    None.
+    None. As a `WeightSource` it has what a publication sends: the policy's weights or, where only
+    adapters are trained, their factors.
     """
 
     rank: int
     world_size: int
     data_parallel_size: int
     vocab_size: int
+
+    @property
+    def base(self) -> WeightSource | None:
+        """The weights below the adapters, which an engine takes once; None without adapters."""
 
     @property
     def plan_rules(self) -> PlanRules:
@@ -69,15 +87,6 @@ class PolicyBackend(Protocol):
         Returns:
             `ratio` of the policy at the token's last update to `old_logprobs`, and `clipped` (1
             where the clip changed its loss); fp32 [M] on rank 0, NaN where no update trained it.
-        """
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Return the fixed layout of the policy's weights under their Hugging Face names."""
-
-    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Yield the buckets in order, each gathered from the ranks that hold its parts.
-
-        The bytes are uint8 [num_bytes] on rank 0, and None elsewhere unless `everywhere` is true.
         """
 
     def offload(self) -> None:
@@ -201,6 +210,8 @@ class RolloutEngine(Protocol):
 
     async def health(self) -> dict[str, Any]:
         """Return at least `name`, and `version` (None without whole weights).
+
+        An engine that takes adapters also tells whether it holds the weights below them: `base`.
 
         Raises:
             EngineFailed: the engine does not run, or does not answer within

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,11 +40,10 @@ with importing_megatron():
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import Frozen, Model
     from backends.megatron.weights.export import WeightExporter
-    from backends.megatron.weights.folder import export_hf, export_peft
+    from backends.megatron.weights.source import PolicyExports, PolicyWeights
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple, policy_updates
-from rlcore.config.sections.policy import LoraConfig
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.timeline.start import START
@@ -96,7 +96,6 @@ class MegatronBackend:
         temperature = 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
         self._head = HeadOptions(temperature, policy.logprobs.chunk_elements)
         self._local_batch: LocalBatch | None = None
-        self._exporter: WeightExporter | None = None
         # Memory for saves in the background.
         self._host_copies = HostCopies()
         self._pending: PendingCheckpoint | None = None
@@ -251,32 +250,21 @@ class MegatronBackend:
     # --- weights ----------------------------------------------------------------------------------
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The static layout of the policy's weights under their Hugging Face names, for engines."""
-        return self._weights.layout
+        """The static layout of what engines get: the policy's weights, or its adapters' factors."""
+        return PolicyWeights(self.policy, self._weights).buckets()
 
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, or `everywhere`.
+        """See `PolicyWeights`."""
+        return PolicyWeights(self.policy, self._weights).export_buckets(everywhere=everywhere)
 
-        The next bucket overwrites the bytes.
-        """
-        with self.policy.on_device():
-            yield from self._weights.export_buckets(everywhere=everywhere)
+    @property
+    def base(self) -> PolicyWeights | None:
+        """The weights below the adapters, where these are published by themselves."""
+        return self._exports.base
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
-        exporter = self._weights
-        model = self.config.model
-        lora = self.config.policy.lora
-        if lora is not None:
-            factors = self._new_exporter(model.dtype, adapters=lora, sharing=exporter)
-            with self.policy.on_device():
-                export_peft(factors, folder, lora)
-            return
-        # The engine's dtype may be narrower than the model's.
-        if exporter.quantised or exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
-            exporter = self._new_exporter(model.dtype, sharing=exporter)
-        with self.policy.on_device():
-            export_hf(exporter, folder, Path(model.tokenizer or model.path))
+        self._exports.write(folder, self._base_path("policy"))
 
     def save(self, folder: Path) -> None:
         """Write policy and critic, with optimizers and schedules, as a distributed checkpoint."""
@@ -338,13 +326,14 @@ class MegatronBackend:
 
     def _adapters(self, name: str) -> save_load.Adapters | None:
         """The adapters of a trained model, and the weights below them."""
+        lora = self.config.policy.lora
+        return None if lora is None else save_load.Adapters(lora, self._base_path(name))
+
+    def _base_path(self, name: str) -> Path:
+        """The folder or checkpoint with a trained model's initial weights."""
         config = self.config
-        if config.policy.lora is None:
-            return None
-        base = config.policy.checkpoint or config.model.path
-        if name == "critic":
-            base = config.critic.path or base
-        return save_load.Adapters(config.policy.lora, Path(base))
+        policy = config.policy.checkpoint or config.model.path
+        return Path((config.critic.path if name == "critic" else None) or policy)
 
     # --- device memory ----------------------------------------------------------------------------
 
@@ -365,8 +354,8 @@ class MegatronBackend:
 
     def release_cache(self) -> None:
         """Free the device memory that this process caches for its next passes. No communication."""
-        if self._exporter is not None:
-            self._exporter.free_buffers()
+        if "_exports" in vars(self):
+            self._exports.free_buffers()
         # Megatron's buffers for gathers under sequence parallelism.
         get_global_memory_buffer().buffer.clear()
         for model in self._own_models:
@@ -427,7 +416,8 @@ class MegatronBackend:
         """Release the models and Megatron's groups, and the process group if it was made here."""
         if self._pending is not None:
             self._pending.cancel()
-        self._local_batch = self._exporter = self.critic = self._pending = None
+        self._local_batch = self.critic = self._pending = None
+        vars(self).pop("_exports", None)
         self.frozen = {}
         destroy_parallel()
         if self._owns_process_group:
@@ -439,33 +429,13 @@ class MegatronBackend:
             raise RuntimeError("call load_batch first")
         return self._local_batch
 
+    @cached_property
+    def _exports(self) -> PolicyExports:
+        return PolicyExports(self.config, self.policy, self.parallel)
+
     @property
     def _weights(self) -> WeightExporter:
-        if self._exporter is None:
-            engine = self.config.rollout.engine
-            self._exporter = self._new_exporter(
-                engine.dtype or self.config.model.dtype, quantised=engine.quantization is not None
-            )
-        return self._exporter
-
-    def _new_exporter(
-        self,
-        dtype: str,
-        *,
-        adapters: LoraConfig | None = None,
-        quantised: bool = False,
-        sharing: WeightExporter | None = None,
-    ) -> WeightExporter:
-        return WeightExporter(
-            self.policy.chunks,
-            self.policy.arch,
-            self.parallel,
-            dtype=DTYPES[dtype],
-            bucket_bytes=self.config.rollout.engine.bucket_bytes,
-            adapters=adapters,
-            quantised=quantised,
-            sharing=sharing,
-        )
+        return self._exports.published
 
     def _on_device(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the named model has its weights on the device."""

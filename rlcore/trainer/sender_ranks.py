@@ -95,15 +95,21 @@ class SenderRanks:
         """Whether ranks other than rank 0 need the buckets."""
         return bool(self._others)
 
-    def order(self, buckets: Sequence[Bucket], *, only_stale: bool) -> str:
+    def order(
+        self, buckets: Sequence[Bucket], *, only_stale: bool, is_base: bool = False
+    ) -> str | None:
         """Open a publication and rank 0's part in it. Returns the orders of the other ranks.
+
+        None where no engine lacks the base.
 
         Rank 0's own order is not returned: the keys of digests must not be in the store.
         """
         self.failure = None
         self._stop = None
         calls = on_rank0(self._calls)
-        orders: Orders = calls("open", buckets, self.addresses, only_stale)
+        orders: Orders | None = calls("open", buckets, self.addresses, only_stale, is_base)
+        if orders is None:
+            return None
         self._sends = 0 in orders.ranks
         self._sender = self._sender_of(orders.transport)
         self._answers = {}
@@ -169,8 +175,12 @@ class SenderRanks:
                 self._sender.discard(packed, self._stop if begun else None)
         return self._sends or self._sync.rank == 0
 
-    def finish(self, version: int) -> None:
-        """Finish the publication as `version` (rank 0). Raises the failure, if it has failed."""
+    def finish(self, version: int | None) -> None:
+        """Finish the publication (rank 0). Raises the failure, if it has failed.
+
+        Args:
+            version: of the weights; None for the base, which has none.
+        """
         if self.failure is None:
             try:
                 on_rank0(self._calls)("finish", version, self._sender.finish())

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 
 from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
-from rlcore.interfaces import PolicyBackend
+from rlcore.interfaces import PolicyBackend, WeightSource
 from rlcore.runs.versions import VersionJournal
 from rlcore.timeline.recorder import RECORDER, now
 from rlcore.trainer.rank_sync import RankSync, on_rank0
@@ -82,27 +82,43 @@ class WeightPublisher:
     def _attempt(self, step: int | None) -> str:
         """Run the transaction once: with a new version for `step`, or as a catch-up if None.
 
+        Engines that lack the weights below the adapters take them in a transaction before.
+
         Returns:
             `DONE`, `AGAIN`, or why another attempt would not help.
         """
+        if (base := self.backend.base) is not None:
+            outcome = self._transaction(base, step, is_base=True)
+            if outcome != DONE:
+                return outcome
+        return self._transaction(self.backend, step)
+
+    def _transaction(self, source: WeightSource, step: int | None, *, is_base: bool = False) -> str:
+        """Send what `source` has; returns as `_attempt` does.
+
+        Args:
+            is_base: only to the engines that lack it, which may be none; they stay without a
+                version.
+        """
         began = now()
-        buckets = self.backend.buckets()
+        buckets = source.buckets()
 
         def opening() -> str:
-            if step is not None:
+            if step is not None and not is_base:
                 self.version = on_rank0(self.journal).next(step).version
-            return OPEN + self.ranks.order(buckets, only_stale=step is None)
+            order = self.ranks.order(buckets, only_stale=step is None, is_base=is_base)
+            return DONE if order is None else OPEN + order
 
         def joining() -> str:
             self.ranks.join()
             return OPEN
 
         def closing() -> str:
-            self.ranks.finish(self.version)
+            self.ranks.finish(None if is_base else self.version)
             return DONE
 
         def closed() -> None:
-            if step is not None:
+            if step is not None and not is_base:
                 self.published(step, self.version, on_rank0(self.journal).incarnation)
 
         outcome = self._on_rank0("opening a publication", opening)
@@ -115,7 +131,7 @@ class WeightPublisher:
                 self.ranks.end(done=False)
                 return outcome
         began = now()
-        for bucket, flat in self.backend.export_buckets(everywhere=self.ranks.everywhere):
+        for bucket, flat in source.export_buckets(everywhere=self.ranks.everywhere):
             began = self._record(f"gathering bucket {bucket.index}", began)
             if self.ranks.send(bucket, flat):
                 began = self._record(f"sending bucket {bucket.index}", began)

@@ -55,14 +55,21 @@ class WeightPublication:
         self._stage_at = 0.0
 
     async def open(
-        self, buckets: Sequence[Bucket], ranks: Sequence[RankAddress], only_stale: bool
-    ) -> Orders:
+        self,
+        buckets: Sequence[Bucket],
+        ranks: Sequence[RankAddress],
+        only_stale: bool,
+        is_base: bool = False,
+    ) -> Orders | None:
         """Pause the engines, send them the layout, open the update; return the ranks' orders.
+
+        None where `is_base`, and every engine holds the base.
 
         Raises PublicationFailed when no engine can be reached, RunFailed when none is left.
 
         Args:
             only_stale: publish only to the engines that wait for weights; the others keep serving.
+            is_base: publish the weights below the adapters, to the engines that lack them.
         """
         fleet = self._fleet
         self._buckets = buckets
@@ -71,6 +78,11 @@ class WeightPublication:
         self._engines = list(await fleet.stale() if only_stale else await fleet.candidates())
         if not self._engines:
             raise PublicationFailed("no engine waits for weights")
+        if is_base:
+            told = await self._step("health", lambda e: e.health(), self._probe)
+            self._engines = [engine for engine in self._engines if not told[engine].get("base")]
+            if not self._engines:
+                return None
         for engine in self._engines:
             fleet.draining(engine)
         await self._step("health", lambda e: e.health(), self._probe)
@@ -79,7 +91,7 @@ class WeightPublication:
         if self._transport is None:
             self._transport = choose_transport(self._config, self._engines)
         self._transport.ranks = ranks
-        self._transport.has_all_engines = not only_stale
+        self._transport.has_all_engines = not (only_stale or is_base)
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the transport could not be opened"
         )
@@ -110,8 +122,10 @@ class WeightPublication:
         """Return the last bucket that each rank still has to send after a failure."""
         return {} if self._transport is None else self._transport.stop()
 
-    async def finish(self, version: int, result: Any) -> None:
+    async def finish(self, version: int | None, result: Any) -> None:
         """Verify and close the update, and resume the engines on `version`.
+
+        Without a version, after the base, they wait for adapters.
 
         Raises PublicationFailed when no engine is left.
 
@@ -121,6 +135,10 @@ class WeightPublication:
         await self._all_or_again(self._chosen.complete(result), "not all engines took the weights")
         self._record_stage("complete")
         await self._step("end_update", lambda e: e.end_update(), self._limit)
+        if version is None:
+            for engine in self._engines:
+                self._fleet.missed(engine)
+            return
         await self._step("set_version", lambda e: e.set_version(version), self._limit)
         await self._step("resume", lambda e: e.resume(), self._limit)
         for engine in self._engines:
@@ -169,13 +187,16 @@ class WeightPublication:
             track = (f"engine {engine.name}", "weights")
             RECORDER.add(track, outcome, self._opened_at, now(), publication=self._transactions)
 
-    async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> None:
-        """Run one step on every engine, and take out those that fail."""
+    async def _step(
+        self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
+    ) -> dict[RolloutEngine, Any]:
+        """Run one step on every engine, and take out those that fail. Returns the results."""
         # The stage begins here: in between, the trainer gathers weights.
         self._stage_at = now()
         answers = await ask(self._engines, what, call, seconds)
         self._record_stage(what, slowest=answers.slowest)
         await self._out(answers.failed)
+        return answers.results
 
     async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
         """Await a step of the transport. Raises PublicationFailed if any engine failed."""

@@ -28,6 +28,8 @@ class WeightState:
         self.name = name
         self.state: State = "empty"
         self.version: int | None = None
+        # Whether whole weights came since the start, or since their memory was released.
+        self.holds_base = False
         # The open update, if any.
         self._buckets: tuple[Bucket, ...] | None = None
         self._received: set[int] = set()
@@ -81,6 +83,7 @@ class WeightState:
         """Close the update."""
         self.check_whole()
         self.state = "unversioned"
+        self.holds_base = True
 
     def check_version(self, version: int) -> None:
         """Raise EngineFailed unless the weights are whole and `version` does not go back."""
@@ -119,6 +122,7 @@ class WeightState:
     def release(self) -> None:
         """Record that the memory of the weights was released."""
         self.state = "released"
+        self.holds_base = False
 
     def restore(self) -> None:
         """Record that the memory was restored, for a whole update to fill."""

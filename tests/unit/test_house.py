@@ -35,14 +35,14 @@ BUDGETS = {
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices
-    "rlcore/trainer": 2_900,  # the loop
+    "rlcore/trainer": 2_960,  # the loop
     "rlcore/view": 1_750,  # the page
     "rollout": 1_050,  # the service
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 6_490,  # SGLang, embedded, external; the contract
-    "rollout/fleet": 1_650,  # states, routing, restarts
+    "rollout/engines": 6_900,  # SGLang, embedded, external; the contract; adapters
+    "rollout/fleet": 1_680,  # states, routing, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges
     "rollout/sandbox": 1_050,  # confinement

@@ -69,13 +69,15 @@ def checkpoint_to_hf(
     with ExitStack() as stack:
         read: Read = partial(stored.as_hf, arch=arch)
         if lora is not None:
+            base = Path(described["adapters"]["base"])
             factors = {entry.megatron: stored.read(KEY + entry.megatron)
                        for entry, _ in factor_rows(arch, lora)}  # fmt: skip
             if not merged:
-                write_peft(folder, arch, lora, {k: v.to(dtype) for k, v in factors.items()})
+                narrow = {name: factor.to(dtype) for name, factor in factors.items()}
+                write_peft(folder, arch, lora, base, narrow)
                 return
-            base = _reader(Path(described["adapters"]["base"]), arch, stack)
-            read = partial(_merged, read=base, factors=factors, lora=lora)
+            below = _reader(base, arch, stack)
+            read = partial(_merged, read=below, factors=factors, lora=lora)
         elif merged:
             raise ModelError(f"{checkpoint}: it has all weights, there is nothing to merge")
         sources = (arch.folder, tokenizer or arch.folder)

@@ -33,8 +33,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def settings(arch: Architecture, config: LoraConfig) -> dict[str, Any]:
-    """The content of adapter_config.json for the adapters of a run."""
+def settings(arch: Architecture, config: LoraConfig, base: Path) -> dict[str, Any]:
+    """The content of adapter_config.json for the adapters of a run on the weights of `base`."""
     layers = list(adapted_layers(arch, config).values())
     names = {target_name(layer.entry.hf[index]) for layer in layers for index in layer.pieces}
     ranks = {
@@ -46,7 +46,7 @@ def settings(arch: Architecture, config: LoraConfig) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(arch.folder),
+        "base_model_name_or_path": str(base),
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
@@ -76,7 +76,7 @@ def check_settings(folder: Path, config: LoraConfig, arch: Architecture) -> None
             raise ModelError(
                 f"policy.lora.path: {path} has {key} {given[key]!r}, expected {allowed[0]!r}"
             )
-    wanted = settings(arch, config)
+    wanted = settings(arch, config, arch.folder)
     for key, ours in (("r", "rank"), ("lora_alpha", "alpha"), ("rank_pattern", "expert_rank")):
         if given.get(key, wanted[key]) != wanted[key]:
             raise ModelError(

@@ -94,6 +94,7 @@ class WeightExporter:
     Args:
         bucket_bytes: the most bytes of a bucket.
         adapters: gather the factors of the model's adapters, not its weights.
+        merged: add the adapters' products to the weights.
         quantised: yield buckets in FP8 (rlcore/quantised_weights.py).
         sharing: another exporter of the same model, whose process group this one uses.
     """
@@ -108,13 +109,14 @@ class WeightExporter:
         head: Head = "lm",
         bucket_bytes: int = 256 << 20,
         adapters: LoraConfig | None = None,
+        merged: bool = True,
         quantised: bool = False,
         sharing: WeightExporter | None = None,
     ) -> None:
         self.arch = arch
         self.parallel = parallel
         self.head = head
-        self._exported = exported(chunks, arch, dtype, head, adapters)
+        self._exported = exported(chunks, arch, dtype, head, adapters, merged=merged)
         self.specs = self._exported.specs
         self._shapes = self._exported.shapes
         size = sum(spec.num_bytes for spec in self.specs)

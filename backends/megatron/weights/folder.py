@@ -56,23 +56,24 @@ def export_hf(
             writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
 
 
-def export_peft(exporter: WeightExporter, folder: Path, config: LoraConfig) -> None:
+def export_peft(exporter: WeightExporter, folder: Path, config: LoraConfig, base: Path) -> None:
     """Write the adapters of a model as a PEFT folder. Collective; rank 0 writes.
 
     Args:
         exporter: of the adapters.
+        base: the weights below them.
     """
-    factors = {}
+    factors: dict[str, Tensor] = {}
     for bucket, flat in exporter.export_buckets():
         if flat is not None:
             factors |= {name: tensor.cpu().clone() for name, tensor in bucket.views(flat)}
     with raise_on_all_ranks(exporter.parallel, f"the export to {folder}"):
         if exporter.parallel.rank == 0:
-            write_peft(folder, exporter.arch, config, factors)
+            write_peft(folder, exporter.arch, config, base, factors)
 
 
 def write_peft(
-    folder: Path, arch: Architecture, config: LoraConfig, factors: Mapping[str, Tensor]
+    folder: Path, arch: Architecture, config: LoraConfig, base: Path, factors: Mapping[str, Tensor]
 ) -> None:
     """Write factors, by `<matrix>.lora_A.weight`, as a PEFT folder; it replaces an earlier one.
 
@@ -88,7 +89,9 @@ def write_peft(
         aside.mkdir(parents=True)
         tensors = {PREFIX + name: factor.contiguous() for name, factor in factors.items()}
         save_file(tensors, aside / ADAPTER_FILE, {"format": "pt"})
-        write_json(aside / SETTINGS_FILE, settings(arch, config))
+        write_json(aside / SETTINGS_FILE, settings(arch, config, base))
+        # safetensors leaves its files to their owner alone
+        shutil.copymode(aside / SETTINGS_FILE, aside / ADAPTER_FILE)
         sync_tree(aside)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

@@ -50,8 +50,10 @@ def exported(
     dtype: torch.dtype,
     head: str,
     lora: LoraConfig | None = None,
+    *,
+    merged: bool = True,
 ) -> Exported:
-    """The weights under the names of a Hugging Face folder, with any adapters merged into them.
+    """The weights under the names of a Hugging Face folder, `merged` with any adapters.
 
     With `lora` the adapters' factors instead, under PEFT's names: `...q_proj.lora_A.weight`.
     """
@@ -63,8 +65,9 @@ def exported(
     specs = [TensorSpec(name, shape, each) for _, name, shape, each in described]
     owned = owned_parameters(chunks, arch)
     held = {entry.megatron: param for entry, param, copy in owned if not copy}
+    merging = {one.weight_name: one for one in adapters(chunks)} if merged else {}
     entries = list(dict.fromkeys(entry for entry, *_ in described))
-    return Exported(entries, specs, held, {one.weight_name: one for one in adapters(chunks)})
+    return Exported(entries, specs, held, merging)
 
 
 def _name(dtype: torch.dtype) -> str:

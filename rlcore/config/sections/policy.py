@@ -145,6 +145,8 @@ class LoraConfig(Section):
     """Rank in routed experts, 0 for none; default: `rank` over the experts that a token takes."""
     path: AdapterPath | None = None
     """PEFT folder with the initial adapters; default: fresh ones."""
+    merged: bool = False
+    """Publish the whole weights with the adapters merged, for engines that take no adapters."""
 
 
 class PolicyConfig(Section):

@@ -191,9 +191,11 @@ class EmbeddedEngine:
         config: EngineConfig,
         dtype: str = "bf16",
         tokenizer: str | None = None,
+        alpha: float | None = None,
         name: str = "engine-0",
     ) -> None:
         self.name = name
+        self.alpha = alpha
         self.config = config
         self.managed = True
         self.ended = None
@@ -227,7 +229,7 @@ class EmbeddedEngine:
 
     def _build(self) -> None:
         self._model = CausalLM(self.model_path, device=self.device, dtype=self.dtype)
-        self._weights = ModelWeights(self.name, self._model.module)
+        self._weights = ModelWeights(self.name, self._model.module, self.alpha)
 
     async def close(self) -> None:
         """Fail requests in flight with RunFailed at their next token, and end the worker.
@@ -250,7 +252,7 @@ class EmbeddedEngine:
 
     async def health(self) -> dict[str, Any]:
         """See `RolloutEngine.health`."""
-        return {"name": self.name, "version": self.version}
+        return {"name": self.name, "version": self.version, "base": self.holds_base}
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -397,6 +399,11 @@ class EmbeddedEngine:
         """The version in force; None without a whole version."""
         weights = self._weights
         return weights.version if weights is not None and weights.state == "ready" else None
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether whole weights came since the start."""
+        return self._weights is not None and self._weights.holds_base
 
     # --- inside -----------------------------------------------------------------------------------
 

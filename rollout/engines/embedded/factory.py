@@ -69,6 +69,12 @@ class EmbeddedServer(ChildServer):
         return with_this_checkout(engine_environment(engine, on_gpu=on_gpu, gpus=self.gpus))
 
 
+def adapter_alpha(config: Config) -> float | None:
+    """`policy.lora.alpha` of a run that publishes adapters."""
+    lora = config.policy.lora
+    return None if lora is None or lora.merged else lora.alpha
+
+
 class EmbeddedFactory:
     """`rollout.engines.factories.HostedFactory` of embedded engines."""
 
@@ -91,6 +97,7 @@ class EmbeddedFactory:
                     config=engine,
                     dtype=config.model.dtype,
                     tokenizer=config.model.tokenizer,
+                    alpha=adapter_alpha(config),
                 )
             ]
         keys = Keys(api=secrets.token_urlsafe(32), admin="")
@@ -114,6 +121,7 @@ class EmbeddedFactory:
             keys.api,
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
+            alpha=adapter_alpha(config),
             tls=config.cluster.tls,
         )
         return EmbeddedServer(server, engine_log(logs, index), gpus=gpus)

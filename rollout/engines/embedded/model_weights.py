@@ -10,39 +10,68 @@ from torch import Tensor, UntypedStorage, nn
 from rlcore.errors import ModelError
 from rlcore.quantised_weights import dequantised, unquantised
 from rlcore.weights import Bucket, TensorSpec, saved_buffers
+from rollout.engines.embedded.adapters import Adapters, are_factors
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
 
 
 class ModelWeights(WeightState):
     """The parameters of `module` under the names of a Hugging Face folder, updated by transaction.
     Tied ones appear once.
+
+    Args:
+        alpha: `policy.lora.alpha` of a run that publishes adapters.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, alpha: float | None = None) -> None:
         super().__init__(name)
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
+        self.adapters = None
+        if alpha is not None:
+            self.adapters = Adapters(self.tensors, linears(module), alpha)
+        # Whether the open update is one of adapters.
+        self._adapts = False
         # bytes of what is released
         self._sizes: dict[UntypedStorage, int] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Open an update. The engine is then stale.
 
-        Raises ModelError when the names or shapes are not exactly the model's.
+        Raises ModelError when the names or shapes are not exactly the model's, and for adapters
+        before the weights below them.
         """
         super().begin(buckets)
         self._buckets = None
-        self._check_layout([spec for bucket in buckets for spec in unquantised(bucket)])
+        specs = [spec for bucket in buckets for spec in unquantised(bucket)]
+        self._adapts = self.adapters is not None and are_factors(specs)
+        if not self._adapts:
+            self._check_layout(specs)
+            if self.adapters is not None:
+                self.adapters.forget()
+        elif not self.holds_base:
+            raise ModelError(f"{self.name}: adapters came before the weights below them")
+        else:
+            assert self.adapters is not None
+            self.adapters.begin(specs)
         self._buckets = tuple(buckets)
 
     def copy(self, index: int, flat: Tensor) -> None:
         """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype
         differs. Quantised matrices are turned back into the engine's dtype.
         """
+        into = self.tensors
+        if self._adapts and self.adapters is not None:
+            into = self.adapters.factors
         with torch.no_grad():
             for name, tensor in dequantised(self.bucket(index).views(flat)):
-                self.tensors[name].copy_(tensor)
+                into[name].copy_(tensor)
         self.received(index)
+
+    def end(self) -> None:
+        """Close the update."""
+        super().end()
+        if self._adapts and self.adapters is not None:
+            self.adapters.end()
 
     def release(self) -> None:
         """Release the memory of the weights. Storages shrink in place, so that views stay views."""
@@ -110,6 +139,13 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         else:
             yield published, parameter
     yield from saved_buffers(module)
+
+
+def linears(module: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers, by the published names of their weights."""
+    layers = {id(m.weight): m for m in module.modules() if isinstance(m, nn.Linear)}
+    published = ((name, layers.get(id(weight))) for name, weight in as_published(module))
+    return {name: layer for name, layer in published if layer is not None}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

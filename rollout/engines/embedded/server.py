@@ -58,6 +58,7 @@ class ServerConfig:
     key: str  # carried by every request
     dtype: str
     tokenizer: str | None = None
+    alpha: float | None = None  # `policy.lora.alpha`
     log: str = os.devnull
     tls: TLSConfig | None = None
     # Set when the process is started.
@@ -205,6 +206,7 @@ class EngineServer:
             "device": str(device),
             "gpu": gpu_identity(device),
             "version": self.engine.version,
+            "base": self.engine.holds_base,
         }
 
 
@@ -240,6 +242,7 @@ async def serve(config: ServerConfig) -> None:
         config=config.engine,
         dtype=config.dtype,
         tokenizer=config.tokenizer,
+        alpha=config.alpha,
         name=config.name,
     )
     await engine.start()

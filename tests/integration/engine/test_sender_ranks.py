@@ -38,6 +38,8 @@ HANGS_S = 10.0  # where somebody is
 class Backend:
     """Yields the weights of a model on every rank that asks for them, and calls `at`."""
 
+    base = None
+
     def __init__(self, model: torch.nn.Module, rank: int, at: Callable[[int, int], None]) -> None:
         self.model = model
         self.rank = rank

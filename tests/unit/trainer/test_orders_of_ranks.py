@@ -97,6 +97,8 @@ class EnginesSide:
 
 
 class Backend:
+    base = None
+
     def buckets(self) -> tuple[Bucket, ...]:
         return BUCKETS
 

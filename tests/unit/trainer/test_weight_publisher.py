@@ -23,6 +23,8 @@ BUCKETS = cut_buckets([TensorSpec(f"w{i}", (4,), "float32") for i in range(3)], 
 
 
 class Backend:
+    base = None
+
     def __init__(self) -> None:
         self.gathered: list[int] = []
 

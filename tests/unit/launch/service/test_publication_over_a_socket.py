@@ -32,6 +32,8 @@ class Backend:
 
     seed = 0
 
+    base = None
+
     def buckets(self) -> tuple[Bucket, ...]:
         return BUCKETS
 

@@ -82,6 +82,8 @@ class Broadcast:
 class Backend:
     """Yields buckets in one buffer, which is overwritten, as the exporter's are."""
 
+    base = None
+
     def __init__(self, rank: int, broadcast: Broadcast) -> None:
         self.rank = rank
         self.broadcast = broadcast

@@ -1,0 +1,119 @@
+"""Low-rank adapters on the embedded engine's model, beside its weights.
+
+A linear layer computes `W x + scale B (A x)`, so that an update far smaller than the weights is not
+rounded away. Experts are stacked in one parameter, which transformers' kernels read: their products
+are added to a copy of the weights, in fp32 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rlcore.errors import ModelError
+from rlcore.weights import TensorSpec
+
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+
+def are_factors(specs: Sequence[TensorSpec]) -> bool:
+    """Whether a layout is one of adapters."""
+    return bool(specs) and all(spec.name.endswith(FACTORS) for spec in specs)
+
+
+class Adapters:
+    """The adapters of a model.
+
+    Args:
+        weights: the model's weights by their published names.
+        linears: its linear layers, by the published names of their weights.
+        alpha: a product counts alpha / rank times.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], linears: Mapping[str, nn.Module], alpha: float
+    ) -> None:
+        self._weights = weights
+        self._linears = linears
+        self._alpha = alpha
+        self.factors: dict[str, Tensor] = {}
+        # Of matrices in a stack of experts: as they were published.
+        self._plain: dict[str, Tensor] = {}
+
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        """Make room for factors of a layout.
+
+        Raises ModelError for one that fits no matrix of the model.
+        """
+        given = {spec.name: spec for spec in specs}
+        for name, spec in given.items():
+            module = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1])
+            weight = self._weights.get(f"{module}.weight")
+            pair = [given.get(module + factor) for factor in FACTORS]
+            if weight is None or any(factor is None for factor in pair):
+                raise ModelError(
+                    f"{name}: no such matrix in model.path, or one factor without the other"
+                )
+            (rank, width), (rows, other) = (factor.shape for factor in pair if factor is not None)
+            if (rows, width) != tuple(weight.shape) or rank != other:
+                raise ModelError(
+                    f"{name}: factors {(rank, width)} and {(rows, other)} for a matrix of"
+                    f" {tuple(weight.shape)}"
+                )
+            if name not in self.factors or self.factors[name].shape != spec.shape:
+                self.factors[name] = weight.new_empty(spec.shape)
+        for name in self.factors.keys() - given.keys():
+            del self.factors[name]
+        self._attach()
+
+    def _attach(self) -> None:
+        for name in self.modules():
+            weight = f"{name}.weight"
+            layer: Any = self._linears.get(weight)
+            if layer is not None:
+                if not hasattr(layer, "rlcore_adapter"):
+                    layer.rlcore_adapter = layer.register_forward_hook(self._hook(name))
+            elif weight not in self._plain:
+                tensor = self._weights[weight]
+                if tensor.dtype != torch.float32:
+                    raise ModelError(
+                        f"{weight}: the embedded engine merges the adapters of experts, and"
+                        f" {tensor.dtype} would round most of them away: set rollout.engine.dtype"
+                        " to fp32, or policy.lora.expert_rank to 0"
+                    )
+                self._plain[weight] = tensor.clone()
+
+    def modules(self) -> set[str]:
+        """The names of the adapted matrices, without `.weight`."""
+        return {name.removesuffix(FACTORS[0]) for name in self.factors if name.endswith(FACTORS[0])}
+
+    def _hook(self, name: str) -> Any:
+        def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            a = self.factors.get(name + FACTORS[0])
+            if a is None:
+                return output
+            low = linear(inputs[0], a) * (self._alpha / a.shape[0])
+            return output + linear(low, self.factors[name + FACTORS[1]])
+
+        return add
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Put new factors of experts in force; those of linear layers are already."""
+        for weight, plain in self._plain.items():
+            module = weight.removesuffix(".weight")
+            a = self.factors.get(module + FACTORS[0])
+            product = torch.zeros_like(plain)
+            if a is not None:
+                scale = self._alpha / a.shape[0]
+                product = scale * (self.factors[module + FACTORS[1]] @ a)
+            self._weights[weight].copy_(plain + product)
+
+    def forget(self) -> None:
+        """Drop all factors: whole weights are on their way."""
+        self.factors.clear()
+        self._plain.clear()
