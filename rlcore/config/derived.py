@@ -12,6 +12,7 @@ from typing import Any
 from rlcore.config.built_in import ESTIMATORS, LOSSES
 from rlcore.config.engine_registry import is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 from rlcore.deadlines import ABORT_S, REQUEST_S, TOKEN_S, TRANSPORT_GRACE_S
@@ -344,3 +345,9 @@ def built_in_passes(config: Config) -> Passes | None:
         loss_needs=loss.needs,
         whole_step_loss=loss.batch_stats,
     )
+
+
+def published_adapters(config: Config) -> LoraConfig | None:
+    """The adapters that engines get by themselves; None where they get whole weights."""
+    lora = config.policy.lora
+    return None if lora is None or lora.merged else lora

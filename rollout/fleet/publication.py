@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.config import Config
-from rlcore.config.derived import max_request_s
+from rlcore.config.derived import max_request_s, published_adapters
 from rlcore.deadlines import ABORT_S
 from rlcore.errors import PublicationFailed
 from rlcore.interfaces import Orders, RankAddress, RolloutEngine
@@ -46,6 +46,8 @@ class WeightPublication:
         # In drain mode requests in flight end before an engine is paused; the fleet watches them.
         drains = self._mode == "drain"
         self._pause_limit = max_request_s(config) + ABORT_S if drains else self._limit
+        # Those chosen so far, for weights (False) and for adapters (True); and the current one.
+        self._transports: dict[bool, Transport] = {}
         self._transport: Transport | None = None
         # Of the current transaction, with its number and the begins of it and its stage.
         self._buckets: Sequence[Bucket] = ()
@@ -88,8 +90,12 @@ class WeightPublication:
         await self._step("health", lambda e: e.health(), self._probe)
         await self._step("pause", lambda e: e.pause(self._mode), self._pause_limit)
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
-        if self._transport is None:
-            self._transport = choose_transport(self._config, self._engines)
+        adapts = published_adapters(self._config) is not None and not is_base
+        if adapts not in self._transports:
+            self._transports[adapts] = choose_transport(
+                self._config, self._engines, adapters=adapts
+            )
+        self._transport = self._transports[adapts]
         self._transport.ranks = ranks
         self._transport.has_all_engines = not (only_stale or is_base)
         await self._all_or_again(
@@ -165,8 +171,8 @@ class WeightPublication:
 
     async def close(self) -> None:
         """End the transport at the end of a run."""
-        if self._transport is not None:
-            await self._transport.close()
+        for transport in self._transports.values():
+            await transport.close()
 
     # --- helpers ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from rlcore.config import Config
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rlcore.interfaces import BucketSender, RolloutEngine
+from rollout.weight_sync.adapter import AdapterSender, AdapterTransport
 from rollout.weight_sync.base import CopySender, CopyTransport, Transport
 from rollout.weight_sync.delta import DeltaSender, DeltaTransport
 from rollout.weight_sync.disk import DiskTransport, FolderSender, WeightFolders
@@ -19,13 +20,23 @@ from rollout.weight_sync.sender import GroupSender
 from rollout.weight_sync.tensor import SerializedSender, TensorTransport
 
 
-def choose_transport(config: Config, engines: Sequence[RolloutEngine]) -> Transport:
-    """Make the engines' half of the transport. Raises ConfigError if an engine lacks it."""
+def choose_transport(
+    config: Config, engines: Sequence[RolloutEngine], *, adapters: bool = False
+) -> Transport:
+    """Make the engines' half of the transport. Raises ConfigError if an engine lacks it.
+
+    Args:
+        adapters: what is sent are adapters, for which an engine may have `adapter_transports`.
+    """
     engine = config.rollout.engine
     limit = engine.update_timeout_s
-    name = choose_name(engine, [engine.transports for engine in engines])
+    offered = [engine.transports for engine in engines]
+    if adapters:
+        offered = [getattr(one, "adapter_transports", one.transports) for one in engines]
+    name = choose_name(engine, offered)
     makers: dict[str, Callable[[], Transport]] = {
         "copy": lambda: CopyTransport(timeout_s=limit),
+        "adapter": lambda: AdapterTransport(timeout_s=limit),
         "distributed": lambda: DistributedTransport(
             timeout_s=limit,
             probe_s=engine.health_timeout_s,
@@ -52,6 +63,7 @@ def make_sender(name: str, config: Config, device: torch.device) -> BucketSender
 
     makers: dict[str, Callable[[], BucketSender]] = {
         "copy": CopySender,
+        "adapter": AdapterSender,
         "distributed": lambda: GroupSender(device, config.rollout.engine.update_timeout_s),
         "tensor": SerializedSender,
         "disk": lambda: FolderSender(folders()),
@@ -81,7 +93,7 @@ def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
             "rollout.engine: no transport reaches all engines of this run; they take"
             f" {list(map(list, offered))}"
         )
-    if config.transport == "auto" or common == ["copy"]:
+    if config.transport == "auto" or common in (["copy"], ["adapter"]):
         return "tensor" if config.colocated and "tensor" in common else common[0]
     if config.transport not in common:
         raise ConfigError(

@@ -13,6 +13,7 @@ from backends.megatron.training.passes import Model
 from backends.megatron.weights.export import WeightExporter
 from backends.megatron.weights.folder import export_hf, export_peft
 from rlcore.config import Config
+from rlcore.config.derived import published_adapters
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.weights import DTYPES, Bucket
 
@@ -44,9 +45,7 @@ class PolicyExports:
         self._config = config
         self._policy = policy
         self._parallel = parallel
-        lora = config.policy.lora
-        # Adapters that are published by themselves.
-        self._lora = None if lora is None or lora.merged else lora
+        self._lora = published_adapters(config)
         # All weights first: the group of their senders serves for adapters too.
         self._whole = self._exporter(merged=self._lora is None)
         self.published = self._whole if self._lora is None else self._exporter(adapters=self._lora)

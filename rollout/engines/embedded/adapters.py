@@ -16,13 +16,7 @@ from torch.nn.functional import linear
 
 from rlcore.errors import ModelError
 from rlcore.weights import TensorSpec
-
-FACTORS = (".lora_A.weight", ".lora_B.weight")
-
-
-def are_factors(specs: Sequence[TensorSpec]) -> bool:
-    """Whether a layout is one of adapters."""
-    return bool(specs) and all(spec.name.endswith(FACTORS) for spec in specs)
+from rollout.weight_sync.adapter import FACTORS
 
 
 class Adapters:

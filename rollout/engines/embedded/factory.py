@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from rlcore.config import Config
-from rlcore.config.derived import embedded_in_trainer
+from rlcore.config.derived import embedded_in_trainer, published_adapters
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.tls import check_files
@@ -71,8 +71,8 @@ class EmbeddedServer(ChildServer):
 
 def adapter_alpha(config: Config) -> float | None:
     """`policy.lora.alpha` of a run that publishes adapters."""
-    lora = config.policy.lora
-    return None if lora is None or lora.merged else lora.alpha
+    lora = published_adapters(config)
+    return None if lora is None else lora.alpha
 
 
 class EmbeddedFactory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,11 +95,18 @@ def asks_sampling_mask(sampling: SamplingParams) -> bool:
 
 
 def decode(
-    answer: Any, request: GenerateRequest, limits: Limits, *, engine: str, mark: str = ""
+    answer: Any,
+    request: GenerateRequest,
+    limits: Limits,
+    *,
+    engine: str,
+    mark: str = "",
+    version: int | None = None,
 ) -> list[Completion]:
     """Return the `request.n` completions in order.
 
     Args:
+        version: of all tokens; None: as the server says of its weights.
         mark: the ending of our versions' names; see `version_name`.
 
     Raises EngineFailed, naming engine and request, for any other answer.
@@ -110,7 +118,8 @@ def decode(
             )
             raise ValueError(f"{got}, expected a list of {request.n} completions")
         return [
-            _completion(part, request, limits, place, mark) for place, part in enumerate(answer)
+            _completion(part, request, limits, place, mark, version)
+            for place, part in enumerate(answer)
         ]
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -129,7 +138,12 @@ def version_name(version: int, mark: str) -> str:
 
 
 def _completion(
-    part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int, mark: str
+    part: dict[str, Any],
+    request: GenerateRequest,
+    limits: Limits,
+    place: int,
+    mark: str,
+    version: int | None,
 ) -> Completion:
     """The tokens that follow the prefix of response number `place` of the request."""
     meta = part["meta_info"]
@@ -168,16 +182,24 @@ def _completion(
         tokens,
         logprobs,
         cast(FinishReason, reason),
-        # Our publication numbers. An engine without a version reports `default`, which is refused.
-        tuple(
-            VersionSpan(_number(span["version"], mark), span["start"], span["end"])
-            for span in meta["weight_versions"]
-            if span["end"] > span["start"]
-        ),
+        _versions(meta, mark) if version is None else _whole(version, made),
         sets,
         experts,
         meta.get("cached_tokens"),
     )
+
+
+def _versions(meta: Mapping[str, Any], mark: str) -> tuple[VersionSpan, ...]:
+    """Our publication numbers. An engine without a version reports `default`, which is refused."""
+    return tuple(
+        VersionSpan(_number(span["version"], mark), span["start"], span["end"])
+        for span in meta["weight_versions"]
+        if span["end"] > span["start"]
+    )
+
+
+def _whole(version: int, made: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(version, 0, made),) if made else ()
 
 
 def _tokens(ids: list[int]) -> NDArray[np.int32]:

@@ -13,11 +13,13 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
@@ -29,9 +31,11 @@ from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
 from rollout.engines.server_client import ServerClient, raise_explained
 from rollout.engines.sglang import patches
+from rollout.engines.sglang.adapters import AdapterVersions
 from rollout.engines.sglang.answers import no_sglang, read_digests, version_name
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.pause_gate import PauseGate
+from rollout.weight_sync.adapter import PackedAdapter, are_factors
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import WeightState
@@ -54,9 +58,11 @@ class SGLangEngine:
         model_path: the Hugging Face folder that the trainer started from.
         mark: the names of this trainer's versions end with it.
         tls: `cluster.tls`.
+        lora: the adapters of a run that publishes them.
     """
 
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
+    adapter_transports: tuple[str, ...] = ("adapter",)
 
     def __init__(
         self,
@@ -67,6 +73,7 @@ class SGLangEngine:
         model_path: str,
         mark: str = MARK,
         tls: TLSConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.server = server
         self._mark = mark
@@ -78,6 +85,10 @@ class SGLangEngine:
         self.weights = WeightState(self.name)
         self._keys = keys
         self._tls = tls
+        self._lora = lora
+        self._adapters: AdapterVersions | None = None
+        # Whether the open update is one of adapters.
+        self._adapts = False
         self._pause_gate = PauseGate()
         self._client: ServerClient | None = None
         # None unless requests go through the user's router.
@@ -116,6 +127,8 @@ class SGLangEngine:
         self._mode = None
         self._pause_gate.open()
         self._client = client
+        if self._lora is not None:
+            self._adapters = AdapterVersions(self._lora, self._control, self._mark)
         self._generation = await Generation.connect(client, self.model_path, mark=self._mark)
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
@@ -155,6 +168,8 @@ class SGLangEngine:
         await self.server.stop()
 
     async def _leave(self) -> None:
+        if self._adapters is not None:
+            await self._adapters.close()
         clients = (self._client, self._router)
         self._client = self._router = None
         self.in_group = None
@@ -175,7 +190,13 @@ class SGLangEngine:
         own_gpu = self._device == "cuda" and not self.config.colocated
         version = self.weights.version if self.weights.state == "ready" else None
         gpu = f"of engine {self.name}" if own_gpu else None
-        return {"name": self.name, "version": version, "device": self._device, "gpu": gpu}
+        return {
+            "name": self.name,
+            "version": version,
+            "base": self.weights.holds_base,
+            "device": self._device,
+            "gpu": gpu,
+        }
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -191,6 +212,9 @@ class SGLangEngine:
                 if self._generation is None:
                     raise EngineFailed(f"engine {self.name} does not run; start it first")
                 one = self._generation.one
+                if self._adapters is not None:
+                    # The adapter of now, whatever is published before the answer.
+                    one = partial(one, adapter=self._adapters.name, version=oldest)
                 # The dispatcher sends one at a time: a task would cost half as much as the call.
                 if len(requests) == 1:
                     answers = [await one(requests[0], cache_key=key)]
@@ -240,10 +264,20 @@ class SGLangEngine:
         elif mode == "abort":
             await self._abort_all()
         # Requests of other clients may still be in flight.
-        await self._control(
-            "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}
-        )
+        if not self._keeps_generating:
+            await self._control(
+                "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}
+            )
         self._mode = mode
+
+    @property
+    def _keeps_generating(self) -> bool:
+        """Whether requests in flight go on during a publication: on the adapter that they have.
+
+        With a colocated trainer the pause frees the server's memory.
+        """
+        adapts = self._adapters is not None and self.weights.holds_base
+        return adapts and not self.config.colocated
 
     async def _abort_all(self) -> None:
         """Abort until no request is in flight. Raises EngineHangs when requests do not end."""
@@ -263,6 +297,7 @@ class SGLangEngine:
     async def resume(self) -> None:
         """Continue generation. Raises EngineFailed unless the weights have a version."""
         self.weights.require_ready()
+        # It was paused for the base, if not for the adapters.
         await self._control("/continue_generation", {})
         self._mode = None
         self._pause_gate.open()
@@ -277,6 +312,10 @@ class SGLangEngine:
                 " first"
             )
         self.weights.begin(buckets)
+        specs = [spec for bucket in buckets for spec in bucket.tensors]
+        self._adapts = self._adapters is not None and are_factors(specs)
+        if self._adapts:
+            return
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
@@ -354,6 +393,14 @@ class SGLangEngine:
         )
         self.weights.received(index)
 
+    async def receive_adapter(self, index: int, packed: PackedAdapter) -> None:
+        """Take the adapters of a publication; they are loaded when they get a version."""
+        if self._adapters is None:
+            raise EngineFailed(f"engine {self.name} was built without adapters")
+        self.weights.bucket(index)
+        self._adapters.receive(packed)
+        self.weights.received(index)
+
     async def load_folder(self, folder: Path) -> None:
         """Load all weights from a Hugging Face folder.
 
@@ -370,12 +417,17 @@ class SGLangEngine:
     async def end_update(self) -> None:
         """Close the update. Raises EngineFailed, and stays stale, if a bucket is missing."""
         self.weights.check_whole()
-        await self._control("/end_weight_update", {})
+        if not self._adapts:
+            await self._control("/end_weight_update", {})
         self.weights.end()
 
     async def set_version(self, version: int) -> None:
         """Stamp all further tokens with `version`, and flush the cache unless paused in_place."""
         self.weights.check_version(version)
+        if self._adapters is not None:
+            await self._adapters.load(version, self.config.tensor_parallel)
+            self.weights.set_version(version)
+            return
         if self._mode != "in_place":
             await self._control("/flush_cache", {})
         name = version_name(version, self._mark)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlcore.config import Config
+from rlcore.config.derived import published_adapters
 from rlcore.errors import ModelError
 from rlcore.hf_config.read import read_config
 from rollout.engines.child_process import Server
 from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
+from rollout.engines.sglang.adapters import server_arguments
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.external import ExternalServer
@@ -71,6 +74,9 @@ class SGLangFactory:
             # On a CPU there is no memory to release.
             "enable_memory_saver": engine.colocated and on_gpu,
         }
+        arguments: dict[str, Any] = {name: True for name, is_needed in needed.items() if is_needed}
+        if (lora := published_adapters(config)) is not None:
+            arguments |= server_arguments(lora, "cuda" if on_gpu else "cpu")
         return ManagedServer(
             engine_name(index),
             config.model.path,
@@ -80,7 +86,7 @@ class SGLangFactory:
             log=engine_log(logs, index),
             keys=keys,
             gpus=gpus,
-            arguments={name: True for name, is_needed in needed.items() if is_needed},
+            arguments=arguments,
             tls=config.cluster.tls,
             node=node,
         )
@@ -110,6 +116,7 @@ class SGLangFactory:
                 keys=keys,
                 model_path=config.model.path,
                 tls=config.cluster.tls,
+                lora=published_adapters(config),
             )
             for server in servers
         ]

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import re
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,23 @@ NEUTRAL = {
     "min_new_tokens": 0,
     "no_stop_trim": True,
 }
+
+
+@dataclass(frozen=True)
+class Under:
+    """What a request is computed under; see `Generation.one`."""
+
+    cache_key: str | None = None
+    adapter: str | None = None
+    version: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The entries of /generate."""
+        adapter = {} if self.adapter is None else {"lora_path": self.adapter}
+        return {"extra_key": self.cache_key, **adapter}
+
+
+PLAIN = Under()
 
 
 class Generation:
@@ -77,7 +95,12 @@ class Generation:
         return cls(client, limits, mark=mark)
 
     async def one(
-        self, request: GenerateRequest, *, cache_key: str | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        cache_key: str | None = None,
+        adapter: str | None = None,
+        version: int | None = None,
     ) -> list[Completion]:
         """Return the `n` completions of a request, in order.
 
@@ -85,6 +108,8 @@ class Generation:
 
         Args:
             cache_key: requests share keys and values only if they have the same cache key.
+            adapter: the name of a loaded adapter. SGLang would look for another one on the hub.
+            version: the adapter's; the server names versions of its whole weights alone.
 
         Raises:
             UserError: the server cannot serve the request. Either nothing was sent, or the message
@@ -92,6 +117,7 @@ class Generation:
             EngineFailed: the server died, hangs, or returned an invalid completion.
         """
         check_request(request, self.limits)
+        under = Under(cache_key, adapter, version)
         # A response that was aborted close to its end may exceed the limit of prompts.
         places = [
             place
@@ -99,48 +125,53 @@ class Generation:
             if len(request.prompt) + len(request.made(place)) <= self.limits.prompt_tokens
         ]
         if len(places) == request.n:
-            return await self._asked(request, cache_key)
+            return await self._asked(request, under)
         found = [aborted(request)] * request.n
         if places:
             rest = request.continued([request.prefixes[place] for place in places])
-            for place, completion in zip(places, await self._asked(rest, cache_key), strict=True):
+            for place, completion in zip(places, await self._asked(rest, under), strict=True):
                 found[place] = completion
         return found
 
-    async def _asked(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
+    async def _asked(self, request: GenerateRequest, under: Under) -> list[Completion]:
         """Send a request that is within the server's limits."""
         if self.through_router:
-            return await self._each(request, cache_key)
+            return await self._each(request, under)
         if (
             request.n > 1
             and len(request.prompt) >= SHARED_PROMPT_TOKENS
-            and await self._prefill(request, cache_key)
+            and await self._prefill(request, under)
         ):
             return [aborted(request)] * request.n
-        answer = await self._send(request, encode(request, self._attempt(), cache_key))
-        return decode(answer, request, self.limits, engine=self.client.name, mark=self.mark)
+        answer = await self._send(request, encode(request, self._attempt(), under))
+        return self._decoded(answer, request, under)
 
-    async def _each(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
+    def _decoded(self, answer: Any, request: GenerateRequest, under: Under) -> list[Completion]:
+        name = self.client.name
+        return decode(
+            answer, request, self.limits, engine=name, mark=self.mark, version=under.version
+        )
+
+    async def _each(self, request: GenerateRequest, under: Under) -> list[Completion]:
         """Send a call for each sample: sglang-router 0.3.2 takes no list of them."""
 
         async def sample(index: int) -> Completion:
             one = request.alone(index)
-            body = encode(one, self._attempt(), cache_key)
+            body = encode(one, self._attempt(), under)
             alone = {
                 name: value[0] if isinstance(value, list) else value for name, value in body.items()
             }
             answer = [await self._send(one, alone)]
-            name = self.client.name
-            return decode(answer, one, self.limits, engine=name, mark=self.mark)[0]
+            return self._decoded(answer, one, under)[0]
 
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
-    async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
+    async def _prefill(self, request: GenerateRequest, under: Under) -> bool:
         """Put the prompt into the server's cache. Returns whether the call was aborted."""
         body = {
             "rid": rid(request, self._attempt()),
             "input_ids": tokens(request.prompt),
-            "extra_key": cache_key,
+            **under.body(),
             "sampling_params": {"max_new_tokens": 0},
         }
         answer = await self._send(request, body)
@@ -229,7 +260,7 @@ def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
             )
 
 
-def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None) -> dict[str, Any]:
+def encode(request: GenerateRequest, attempt: str, under: Under = PLAIN) -> dict[str, Any]:
     """Make the body of /generate for one attempt at the `n` samples of a request."""
     sampling = request.sampling
     common = encode_sampling(sampling)
@@ -245,7 +276,7 @@ def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None)
             }
             for sample, prefix in zip(request.samples, made)
         ],
-        "extra_key": cache_key,
+        **under.body(),
         "return_logprob": True,
     }
     if sampling.routed_experts:

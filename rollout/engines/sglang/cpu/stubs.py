@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ def install() -> None:
         _define_torchvision_operators()
     if not torch.cuda.is_available():
         torch.cuda.cudart = NoCudart  # type: ignore[assignment]
+        _ignore_pinning()
 
 
 def install_fp8() -> None:
@@ -54,6 +56,20 @@ def install_data_parallel_attention() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def _ignore_pinning() -> None:
+    """SGLang's adapters ask for pinned memory on every device, and torch has none here."""
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*given: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            return make(*given, **options)
+
+        return call
+
+    for name in ("tensor", "empty", "zeros", "ones", "full"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
 
 
 class NoCudart:
