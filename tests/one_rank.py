@@ -51,9 +51,14 @@ class OneRank:
         """Of the transport in use."""
         return self.ranks._sender
 
-    def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
-        order = self.ranks.order(buckets, only_stale=only_stale)
-        self.ranks.open(order, buckets)
+    def prepare(
+        self, buckets: Sequence[Bucket], *, only_stale: bool = False, is_base: bool = False
+    ) -> bool:
+        """Open a publication; False where no engine lacks the base."""
+        order = self.ranks.order(buckets, only_stale=only_stale, is_base=is_base)
+        if order is not None:
+            self.ranks.open(order, buckets)
+        return order is not None
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self.ranks.send(bucket, flat)
@@ -64,7 +69,7 @@ class OneRank:
         assert self.ranks.failure is not None
         self.ranks.send(bucket, flat)
 
-    def finish(self, version: int) -> None:
+    def finish(self, version: int | None) -> None:
         self.ranks.finish(version)
         self.ranks.end(done=True)
 

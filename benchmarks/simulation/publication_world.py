@@ -201,7 +201,7 @@ class World:
         """Publish to all engines."""
         fleet: Any = StaticParticipants(self._engines)  # type: ignore[arg-type]
         publication = WeightPublication(_config(), fleet)
-        publication._transport = DistributedTransport(
+        publication._transports[False] = DistributedTransport(
             timeout_s=300.0, probe_s=10.0, senders=self._senders, rails=self._rails
         )
         ordered = await publication.open(self.buckets, self._ranks, False)

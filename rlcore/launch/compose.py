@@ -247,7 +247,12 @@ def build_utilization(
     if peak is None:
         return None
     shape = read_architecture(config.model.path).shape
-    return Utilization(shape, peak * process.sync.world_size, scores_policy=credit.passes.policy)
+    return Utilization(
+        shape,
+        peak * process.sync.world_size,
+        scores_policy=credit.passes.policy,
+        trains_adapters=config.policy.lora is not None,
+    )
 
 
 def build_rank0(

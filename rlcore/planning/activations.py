@@ -49,8 +49,14 @@ def training_bytes(
     )
 
 
-def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
-    """Return the most that a layer holds in a pass without gradients."""
+def scoring_bytes(
+    shape: ModelShape, layout: Layout, load: Load, stage: int, *, adapted: bool = False
+) -> int:
+    """Return the most that a layer holds in a pass without gradients.
+
+    Args:
+        adapted: layers have adapters, whose products are added to theirs.
+    """
     shape = layout.of_stage(shape, stage)
     t, s = _rows(layout, load)
     b = load.dtype_bytes
@@ -58,6 +64,9 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
     # The MLP's first product and SwiGLU, or SwiGLU and its second product.
     width = shape.ffn / layout.tensor
     moments = [b * t * max(3 * width, width + shape.hidden) + residual]
+    if adapted:
+        # The first product, its adapter's, and what both are made of.
+        moments.append(b * t * (4 * width + 2 * shape.hidden) + residual)
     if shape.moe_layers:
         rows = s * shape.topk * layout.expert_tensor * load.routing_skew
         experts = b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load)

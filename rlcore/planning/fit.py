@@ -16,6 +16,7 @@ from rlcore.planning.memory import (
     Weights,
     gradient_bytes,
     optimizer_bytes,
+    rank_adapters,
     rank_weights,
 )
 from rlcore.planning.speed import StepTime, step_time
@@ -93,25 +94,30 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
         )
     for model in job.trained:
         weights = model_weights(model, layout, load, stage)
-        own = b * weights.total + gradient_bytes(weights)
+        trained = model.trained(layout, stage) if model.adapters else weights
+        own = b * weights.total + gradient_bytes(trained)
         distributed = layout.distributed if model.distributed is None else model.distributed
-        state = optimizer_bytes(weights, replace(layout, distributed=distributed), dtype_bytes=b)
+        state = optimizer_bytes(trained, replace(layout, distributed=distributed), dtype_bytes=b)
         activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:
             resident[f"{model.name} weights"] = b * weights.total
-            resident[f"{model.name} gradients"] = gradient_bytes(weights)
+            resident[f"{model.name} gradients"] = gradient_bytes(trained)
         if not (model.offload or model.offload_optimizer):
             resident[f"{model.name} optimizer"] = state
         scored = b * weights.total if model.offload else 0
         stepping = state if model.offload or model.offload_optimizer else 0
         phases["checkpoint"] += scored + stepping
-        phases[f"{model.name} pass"] = scored + scoring_bytes(model.shape, layout, load, stage)
+        adapted = bool(model.adapters)
+        scoring = scoring_bytes(model.shape, layout, load, stage, adapted=adapted)
+        phases[f"{model.name} pass"] = scored + scoring
         phases[f"{model.name} forward and backward"] = away + activations
         phases[f"{model.name} optimizer step"] = away + stepping
     for other in job.frozen:
         size = b * model_weights(Trained("", other.shape), layout, load, stage).total
-        phases[f"{other.name} pass"] = scoring_bytes(other.shape, layout, load, stage)
+        adapted = other.swapped_in and bool(job.trained[0].adapters)
+        scoring = scoring_bytes(other.shape, layout, load, stage, adapted=adapted)
+        phases[f"{other.name} pass"] = scoring
         if not other.offload:
             resident[f"{other.name} weights"] = size
         elif not other.swapped_in:
@@ -120,11 +126,13 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
 
 
 def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Weights:
-    """Return the parameters of a trained model on a rank of a stage."""
+    """Return the parameters of a trained model on a rank of a stage, its adapters included."""
     multiple = load.vocab_multiple
-    return rank_weights(
+    base = rank_weights(
         model.shape, layout, stage, vocab_multiple=multiple, value_head=model.value_head
     )
+    added = rank_adapters(model.adapters, model.shape, layout, stage)
+    return Weights(base.dense + added.dense, base.expert + added.expert)
 
 
 # --- NCCL -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlcore.planning.memory import Layout, Load, rank_weights
+from rlcore.planning.memory import AdapterSize, Layout, Load, Weights, rank_adapters, rank_weights
 from rlcore.planning.publication import Publication
 from rlcore.planning.shape import ModelShape
 
@@ -16,6 +16,8 @@ class Trained:
     Attributes:
         offload: between its passes the model is in host memory, and so is its optimizer.
         distributed: overrides whether its optimizer is distributed; default: as the policy's.
+        adapters: what is trained instead of the weights, which then have neither gradients nor an
+            optimizer.
     """
 
     name: str
@@ -24,11 +26,20 @@ class Trained:
     offload: bool = False
     offload_optimizer: bool = False
     distributed: bool | None = None
+    adapters: tuple[AdapterSize, ...] = ()
 
     @property
     def parameters(self) -> int:
-        """All weights; a value head [H] replaces the LM head."""
+        """All trained weights; a value head [H] replaces the LM head."""
+        if self.adapters:
+            return self.trained(Layout(), 0).total
         return rank_weights(self.shape, Layout(), 0, value_head=self.value_head).total
+
+    def trained(self, layout: Layout, stage: int) -> Weights:
+        """Return the adapters on a rank of a stage, with a value head."""
+        found = rank_adapters(self.adapters, self.shape, layout, stage)
+        head = self.shape.hidden * (self.value_head and stage == layout.pipeline - 1)
+        return Weights(found.dense + head, found.expert)
 
 
 @dataclass(frozen=True)

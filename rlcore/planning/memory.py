@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,6 +63,13 @@ class Layout:
             for begin in range(first, first + self.virtual_pipeline * sum(each), sum(each))
         ]
 
+    def layers_of(self, shape: ModelShape, stage: int) -> set[int]:
+        """Return the numbers of a pipeline stage's layers."""
+        each = [self.stage_layers(shape, k) // self.virtual_pipeline for k in range(self.pipeline)]
+        first = sum(each[:stage])
+        starts = range(first, first + self.virtual_pipeline * sum(each), sum(each))
+        return {layer for begin in starts for layer in range(begin, begin + each[stage])}
+
     def of_stage(self, shape: ModelShape, stage: int) -> ModelShape:
         """Return the shape of all layers of a pipeline stage, over its chunks."""
         chunks = self.chunks(shape, stage)
@@ -92,6 +100,16 @@ class Load:
     # Whether norms are composed, as torch's RMSNorm on a CPU: they keep normalised rows in fp32.
     composed_norm: bool = False
     routing_skew: float = 1.0  # tokens of the rank's experts / an even share
+
+
+@dataclass(frozen=True)
+class AdapterSize:
+    """The two factors of one adapted matrix."""
+
+    layer: int
+    whole: int  # parameters that every tensor-parallel rank holds
+    divided: int  # parameters that tensor parallelism divides
+    expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +151,23 @@ def rank_weights(
     elif last and not (shape.tied and first):
         dense += vocabulary
     return Weights(round(dense), round(moe * shape.routed / (layout.expert * layout.expert_tensor)))
+
+
+def rank_adapters(
+    adapters: Iterable[AdapterSize], shape: ModelShape, layout: Layout, stage: int
+) -> Weights:
+    """Return the adapters' parameters of a rank of pipeline stage `stage`."""
+    layers = layout.layers_of(shape, stage)
+    dense = 0.0
+    expert = 0.0
+    for one in adapters:
+        if one.layer not in layers:
+            continue
+        if one.expert:
+            expert += (one.whole + one.divided / layout.expert_tensor) / layout.expert
+        else:
+            dense += one.whole + one.divided / layout.tensor
+    return Weights(round(dense), round(expert))
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:

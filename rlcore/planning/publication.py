@@ -94,6 +94,7 @@ class Publication:
         engine_tensor: tensor-parallel ranks of an engine.
         engine_dtype_bytes: bytes per number in an engine, its KV cache included.
         colocated: engines take turns with the trainer on its GPUs.
+        adapters: bytes of the adapters that follow the first publication; 0: all weights do.
     """
 
     buckets: tuple[int, ...]
@@ -105,6 +106,7 @@ class Publication:
     engine_tensor: int = 1
     engine_dtype_bytes: int = 2
     colocated: bool = False
+    adapters: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -117,6 +117,8 @@ def breakdown(option: Option, job: Job, capacity: int) -> Iterator[str]:
             f" most {gib(max(published.buckets))} to {published.engines}"
             f" engine{'s' * (published.engines > 1)}"
         )
+        if published.adapters:
+            yield f"  once; then the adapters alone, {gib(published.adapters)}"
     yield f"a checkpoint: {gib(job.checkpoint_bytes)} on disk"
 
 

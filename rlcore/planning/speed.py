@@ -87,9 +87,12 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
 
 
 def policy_weights(layout: Layout, job: Job) -> Weights:
-    """Return the weights of the pipeline stage that holds most."""
-    stages = (
-        rank_weights(job.shape, layout, stage, vocab_multiple=job.vocab_multiple)
+    """Return the trained weights of the pipeline stage that holds most."""
+    policy = job.trained[0]
+    stages: Iterable[Weights] = (
+        policy.trained(layout, stage)
+        if policy.adapters
+        else rank_weights(job.shape, layout, stage, vocab_multiple=job.vocab_multiple)
         for stage in range(layout.pipeline)
     )
     return max(stages, key=lambda weights: weights.total)
@@ -106,16 +109,18 @@ def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
     shape = job.shape
     head = 2.0 * job.sequences * job.trainable * shape.vocab * shape.hidden
     scoring = job.scoring_passes
+    swept = 2.0 if job.trained[0].adapters else 3.0
 
     def of_stage(stage: int) -> float:
         here = layout.of_stage(shape, stage)
         whole = here.forward_flops([job.length], 0)
         again = job.repeated * here.forward_flops([job.prompt], 0)
         of_layers = (whole - again) * job.sequences
-        of_layers *= 3.0 + scoring + _recomputed(shape, layout, stage, job.length)
+        # Without gradients of the weights a backward pass costs as much as a forward pass.
+        of_layers *= swept + scoring + _recomputed(shape, layout, stage, job.length)
         of_layers /= fullness(here, layout, job.micro_tokens, gpu)
         # The head recomputes its logits in the backward pass, whatever the layers recompute.
-        return of_layers + head * (4.0 + scoring) * (stage == layout.pipeline - 1)
+        return of_layers + head * (swept + 1.0 + scoring) * (stage == layout.pipeline - 1)
 
     slowest = max(map(of_stage, range(layout.pipeline)))
     return slowest * layout.pipeline / (layout.gpus * gpu.bf16_flops * ARITHMETIC)

@@ -159,6 +159,7 @@ class Utilization:
     shape: ModelShape
     peak: float  # FLOP/s of all trainer GPUs together
     scores_policy: bool  # a step begins with a pass of the policy over the whole batch
+    trains_adapters: bool = False  # a backward pass makes no gradients of weights
 
     def flops(
         self,
@@ -169,7 +170,7 @@ class Utilization:
     ) -> float:
         """Count model FLOPs: a scoring pass, and forward and backward of each policy update.
 
-        A backward pass costs twice a forward pass.
+        A backward pass costs twice a forward pass, or as much where adapters are trained.
 
         Args:
             minibatches: the sequences of each optimizer step; `updates` cycled through them in
@@ -192,4 +193,4 @@ class Utilization:
         once = [forward(k) for k in range(len(minibatches))]
         scored = sum(once) if self.scores_policy else 0.0
         trained = (once[k % len(once)] for k, done in enumerate(updates) if "lr" in done.metrics)
-        return scored + 3.0 * sum(trained)
+        return scored + (2.0 if self.trains_adapters else 3.0) * sum(trained)

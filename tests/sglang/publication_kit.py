@@ -16,6 +16,8 @@ from server_kit import Served
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlcore.config import Config
+from rlcore.config.derived import published_adapters
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
@@ -38,12 +40,18 @@ Weights = dict[str, torch.Tensor]
 
 
 def run_config(
-    folder: str, run_dir: Path, engine: EngineConfig, *, on_update: str = "drain", **changes: Any
+    folder: str,
+    run_dir: Path,
+    engine: EngineConfig,
+    *,
+    on_update: str = "drain",
+    lora: LoraConfig | None = None,
+    **changes: Any,
 ) -> Config:
     settings = engine.model_dump() | {"health_timeout_s": 60.0} | changes
     return Config.model_validate({
         "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": folder, "dtype": "fp32"},
-        "data": {"paths": "none.jsonl"}, "training": {"steps": 1},
+        "data": {"paths": "none.jsonl"}, "training": {"steps": 1}, "policy": {"lora": lora},
         "rollout": {"engine": settings, "on_update": on_update},
     })  # fmt: skip
 
@@ -60,6 +68,7 @@ def connect(
         keys=keys,
         model_path=model,
         tls=config.cluster.tls,
+        lora=published_adapters(config),
     )
     loop.call(connected.start(), seconds=60, what="connecting to the server")
     return connected

@@ -21,7 +21,7 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.server_client import ServerClient
-from rollout.engines.sglang.generation import Generation, encode
+from rollout.engines.sglang.generation import Generation, Under, encode
 
 VERSION = 7
 # times the initial embedding: its logits would be nearly uniform, and temperatures hardly tell
@@ -141,7 +141,7 @@ def test_samples_compute_a_long_prompt_once_and_keys_of_the_cache_part_them(aske
     asked.served.call(asked.generation.one(shared, cache_key="7"))
 
     def cached(key: str) -> list[int]:
-        answer = asked.served.call(asked.client.post("/generate", encode(shared, key, key)))
+        answer = asked.served.call(asked.client.post("/generate", encode(shared, key, Under(key))))
         return [part["meta_info"]["cached_tokens"] for part in answer]
 
     assert cached("8") == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from backends.megatron.convert.architecture import Architecture, hf_shapes
@@ -11,6 +12,8 @@ from rlcore.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer except the head."""
+
+LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 _LINEAR = {Split.QKV, Split.GATED, Split.COLUMN, Split.ROW}
 

@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from backends.megatron.checks.layout import layers_of_stages
-from backends.megatron.convert.architecture import model_entries
-from backends.megatron.convert.layout import LAYER
+from backends.megatron.convert.adapters import LAYER_NUMBER
 from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import megatron_device, replaced
 from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
@@ -91,8 +90,8 @@ class Peers:
         """The pipeline stage that owns each tensor."""
         stages = self._stages_of_layers(exporter.arch.num_layers)
         found: dict[str, _Source] = {}
-        for entry in model_entries(exporter.arch, exporter.head):
-            layer = LAYER.match(entry.megatron)
+        for entry in exporter._exported.entries:
+            layer = LAYER_NUMBER.search(entry.megatron)
             if layer is not None:
                 stage = stages[int(layer[1])]
             else:

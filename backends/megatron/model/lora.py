@@ -108,9 +108,7 @@ class Adapter(nn.Module):
         low = F.linear(x, torch.cat([a for a, _ in pairs]) if len(pairs) > 1 else pairs[0][0])
         if not self.silent and self.group.size() > 1:
             low = self._over_ranks(low)
-        low = low * self.scale
-        parts = low.split([a.size(0) for a, _ in pairs], dim=-1)
-        return self.joined([F.linear(part, b) for part, (_, b) in zip(parts, pairs)])
+        return F.linear(low * self.scale, self.joined([b for _, b in pairs]))
 
     def pair(self, factors: Factors) -> tuple[Tensor, Tensor]:
         """A and B; each rank of a split expert has a part of the whole factor's gradient."""
@@ -135,19 +133,28 @@ class Adapter(nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def joined(self, found: Sequence[Tensor]) -> Tensor:
-        """The products of the adapted matrices in the order of the layer's output."""
+        """The Bs [rows, r] of the adapted matrices as one, with the rows of the layer's weight.
+
+        Each has columns of its own, for its part of the low-rank product.
+        """
         if len(self.rows) == 1:
             return found[0]
-        adapted = dict(zip(map(int, self.pieces), found))
+        rank = found[0].size(1)
+        blocks = []
+        place = dict(zip(map(int, self.pieces), range(len(found))))
+        for index, rows in enumerate(self.rows):
+            if index not in place:
+                blocks.append(found[0].new_zeros(rows, rank * len(found)))
+                continue
+            before = rank * place[index]
+            after = rank * (len(found) - place[index] - 1)
+            blocks.append(F.pad(found[place[index]], (before, after)))
+        if self.split is not Split.QKV:
+            return torch.cat(blocks)
         # Rows of q, k and v alternate group by group.
-        groups = self.rows[1] // self.head_dim if self.split is Split.QKV else 1
-        tokens = found[0].shape[:-1]
-        outputs = [
-            adapted[index] if index in adapted else found[0].new_zeros(*tokens, rows)
-            for index, rows in enumerate(self.rows)
-        ]
-        by_group = [one.view(*tokens, groups, one.size(-1) // groups) for one in outputs]
-        return torch.cat(by_group, dim=-1).flatten(-2)
+        groups = self.rows[1] // self.head_dim
+        by_group = [block.view(groups, -1, block.size(1)) for block in blocks]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
 class _WithAdapter:
@@ -158,7 +165,9 @@ class _WithAdapter:
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute the layer and its adapter."""
         out, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
-        return out + self.lora(input_), bias
+        added = self.lora(input_)
+        # In place where nothing is recorded: a scoring pass holds little else than such outputs.
+        return out + added if torch.is_grad_enabled() else out.add_(added), bias
 
 
 class AdaptedColumn(_WithAdapter, ColumnParallelLinear):
@@ -243,11 +252,9 @@ def grouped(
         linear: the product of such rows with a weight of each expert.
     """
     pairs = [[adapter.pair(factors) for factors in adapter.factors()] for adapter in found]
-    products = []
-    for of_piece in zip(*pairs):
-        low = linear(x, [a for a, _ in of_piece]) * found[0].scale
-        products.append(linear(low, [b for _, b in of_piece]))
-    return found[0].joined(products)
+    low = linear(x, [torch.cat([a for a, _ in own]) for own in pairs]) * found[0].scale
+    joined = [adapter.joined([b for _, b in own]) for adapter, own in zip(found, pairs)]
+    return linear(low, joined)
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ class WeightExporter:
     are reused.
 
     Args:
-        bucket_bytes: the most bytes of a bucket.
+        bucket_bytes: the most bytes of a bucket; adapters are one bucket.
         adapters: gather the factors of the model's adapters, not its weights.
         merged: add the adapters' products to the weights.
         quantised: yield buckets in FP8 (rlcore/quantised_weights.py).
@@ -121,6 +121,9 @@ class WeightExporter:
         self._shapes = self._exported.shapes
         size = sum(spec.num_bytes for spec in self.specs)
         self.buckets = cut_buckets(self.specs, bucket_limit(size, bucket_bytes))
+        if adapters is not None:
+            # An engine takes an adapter as a whole.
+            self.buckets = (Bucket(0, tuple(self.specs)),)
         self.quantised = quantised
         # The buckets as they are yielded.
         self.layout = tuple(map(quantised_bucket, self.buckets)) if quantised else self.buckets

@@ -81,7 +81,7 @@ class PolicyExports:
     def _exporter(
         self, dtype: str | None = None, *, adapters: LoraConfig | None = None, merged: bool = True
     ) -> WeightExporter:
-        """An exporter in the dtype of the engines, or in another; of adapters with one bucket."""
+        """An exporter in the dtype of the engines, or in another."""
         engine = self._config.rollout.engine
         whole_for_engines = dtype is None and adapters is None
         return WeightExporter(
@@ -89,7 +89,7 @@ class PolicyExports:
             self._policy.arch,
             self._parallel,
             dtype=DTYPES[dtype or engine.dtype or self._config.model.dtype],
-            bucket_bytes=engine.bucket_bytes if adapters is None else 1 << 62,
+            bucket_bytes=engine.bucket_bytes,
             adapters=adapters,
             merged=merged,
             quantised=whole_for_engines and engine.quantization is not None,

@@ -21,7 +21,14 @@ Check = Callable[[Config], Found]
 CHECKS: tuple[Check, ...] = (
     *(training.length, training.early_stopping),
     *(algorithm.reward_terms, algorithm.apart, algorithm.loss_terms, algorithm.correction),
-    *(training.batch, training.layout, training.fp8, training.lengths, training.routing),
+    *(
+        training.batch,
+        training.layout,
+        training.fp8,
+        training.adapters,
+        training.lengths,
+        training.routing,
+    ),
     rollout.sampling_masks,
     *(engine.engine_kind, engine.engine_servers, engine.managed_servers, engine.engine_tls),
     *(engine.engine_transport, engine.engine_gpus, engine.colocated),
@@ -32,7 +39,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 NOTES: tuple[Check, ...] = (
-    *(training.training_notes, algorithm.algorithm_notes),
+    *(training.training_notes, training.adapter_notes, algorithm.algorithm_notes),
     *(engine.engine_notes, engine.colocated_notes),
     *(rollout.staleness_notes, rollout.filter_notes),
     *(training.ray_notes, rollout.evaluation_notes, training.sft_notes),

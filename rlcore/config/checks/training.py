@@ -165,6 +165,41 @@ def fp8(config: Config) -> Found:
         yield "policy.fp8", f"needs model.dtype: bf16, got {config.model.dtype}"
 
 
+def adapters(config: Config) -> Found:
+    """Adapters have layers that compute them, and engines that take them."""
+    lora = config.policy.lora
+    if lora is None:
+        return
+    if config.policy.fp8 is not None:
+        yield "policy.lora", "needs Megatron's own layers, and policy.fp8 others: leave one out"
+    if lora.merged or not generates(config):
+        return
+    whole = "set policy.lora.merged to true, which publishes whole weights"
+    if is_import_path(config.rollout.engine.kind):
+        yield "rollout.engine.kind", f"engines of other packages take no adapters: {whole}"
+    if config.rollout.engine.router_url is not None:
+        message = "a router does not know which engine has which adapter: leave it out, or"
+        yield "rollout.engine.router_url", f"{message} {whole}"
+    if config.rollout.on_update == "in_place" and config.rollout.engine.kind == "sglang":
+        yield (
+            "rollout.on_update",
+            "got in_place, but a response keeps the adapter with which it began: use retract, which"
+            " lets it end, or drain or abort",
+        )
+
+
+def adapter_notes(config: Config) -> Found:
+    """Merged weights below fp32 lose most of what an adapter adds."""
+    lora = config.policy.lora
+    dtype = config.rollout.engine.dtype or config.model.dtype
+    if lora is not None and lora.merged and dtype != "fp32" and generates(config):
+        yield (
+            "policy.lora.merged",
+            f"engines get sums rounded to {dtype}: of an update of a thousandth of the weights"
+            " they miss three quarters",
+        )
+
+
 def lengths(config: Config) -> Found:
     """The longest sample fits into a micro-batch, with the padding that the layout needs."""
     limit = config.policy.max_tokens_per_microbatch

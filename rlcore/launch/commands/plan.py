@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
+from backends.megatron.convert.adapters import LAYER_NUMBER, factor_rows
 from backends.megatron.convert.architecture import Architecture, weight_tensors
 from backends.megatron.convert.read import read_models
+from backends.megatron.convert.table import Split
 from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
 from rlcore.config.derived import (
@@ -19,6 +21,7 @@ from rlcore.config.derived import (
     built_in_passes,
     embedded_in_trainer,
     generates,
+    published_adapters,
     samples_per_step,
     world_size,
 )
@@ -31,7 +34,7 @@ from rlcore.errors import ConfigError, UserError
 from rlcore.planning.devices import GPUS, GPUS_PER_NODE
 from rlcore.planning.fit import Option, by_time, judge, options
 from rlcore.planning.job import Frozen, Job, Trained
-from rlcore.planning.memory import Layout, Recompute, RecomputeMethod
+from rlcore.planning.memory import AdapterSize, Layout, Recompute, RecomputeMethod
 from rlcore.planning.publication import (
     Publication,
     bucket_limit,
@@ -264,13 +267,22 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     """
     policy = config.policy
     passes = job_passes(config)
-    trained = [Trained("policy", arch.shape, offload_optimizer=policy.optimizer.offload)]
+    sizes = adapter_sizes(config, arch)
+    offload = policy.optimizer.offload
+    trained = [Trained("policy", arch.shape, offload_optimizer=offload, adapters=sizes)]
     if passes.critic:
         given = config.critic
-        shape = others.get("critic.path", arch).shape
-        offload = given.optimizer.offload
+        own = others.get("critic.path", arch)
         trained.append(
-            Trained("critic", shape, True, given.offload, offload, given.optimizer.distributed)
+            Trained(
+                "critic",
+                own.shape,
+                value_head=True,
+                offload=given.offload,
+                offload_optimizer=given.optimizer.offload,
+                distributed=given.optimizer.distributed,
+                adapters=adapter_sizes(config, own),
+            )
         )
     frozen: list[Frozen] = []
     for name, is_scored, section in (
@@ -279,7 +291,11 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     ):
         if is_scored:
             model = others.get(f"{name}.path", arch)
-            frozen.append(Frozen(name, model.shape, section.offload, model.computes_like(arch)))
+            swapped = model.computes_like(arch)
+            # The policy's adapters as they were are a few bytes on the host.
+            is_policy = bool(sizes) and f"{name}.path" not in others
+            offload = section.offload or is_policy
+            frozen.append(Frozen(name, model.shape, offload, is_policy or (swapped and not sizes)))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = config.rollout.sampling.max_new_tokens
     if config.is_sft:
@@ -329,6 +345,7 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     cuts = cut(sizes, limit, together([name for _, name, _, _ in tensors]))
     buckets = tuple(sum(published[index] for index in bucket) for bucket in cuts)
     whole = [sum(sizes[index][0] for index in bucket) for bucket in cuts]
+    adapted = () if published_adapters(config) is None else adapter_sizes(config, arch)
     return Publication(
         buckets,
         bucket_limit=limit,
@@ -339,7 +356,23 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         engine_tensor=given.tensor_parallel,
         engine_dtype_bytes=_ITEM_BYTES[dtype],
         colocated=given.colocated,
+        adapters=_ITEM_BYTES[dtype] * sum(one.whole + one.divided for one in adapted),
     )
+
+
+def adapter_sizes(config: Config, arch: Architecture) -> tuple[AdapterSize, ...]:
+    """Return the sizes of the adapters that a model gets by `policy.lora`."""
+    lora = config.policy.lora
+    if lora is None:
+        return ()
+    found = []
+    for entry, shape in factor_rows(arch, lora):
+        layer = LAYER_NUMBER.search(entry.megatron)
+        assert layer is not None, f"{entry.megatron} is in no layer"
+        size = math.prod(shape)
+        whole = size if entry.split is Split.REPLICATED else 0
+        found.append(AdapterSize(int(layer[1]), whole, size - whole, entry.expert is not None))
+    return tuple(found)
 
 
 def job_passes(config: Config) -> Passes:

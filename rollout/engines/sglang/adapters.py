@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from rlcore.errors import EngineFailed, RlcoreError
 from rollout.weight_sync.adapter import PackedAdapter
 
 Control = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+POLICY = "policy-"
+"""How the names of our adapters begin."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +53,8 @@ class AdapterVersions:
         self._control = control
         self._mark = mark
         self._received: PackedAdapter | None = None
-        self._unloading: set[asyncio.Task[None]] = set()
+        # By name.
+        self._unloading: dict[str, asyncio.Task[None]] = {}
         # The adapter of new requests; None before the first version.
         self.name: str | None = None
 
@@ -58,7 +63,9 @@ class AdapterVersions:
         self._received = packed
 
     async def load(self, version: int, ranks: int) -> None:
-        """Load what was received as a version, for new requests; unload the version before.
+        """Load what was received as a version, for new requests; unload all older ones.
+
+        A name is never used again: a server may still have a version that was given up.
 
         Args:
             ranks: the server's tensor-parallel ranks.
@@ -67,8 +74,8 @@ class AdapterVersions:
             raise EngineFailed(f"version {version}: no adapters were received")
         packed = self._received
         modules = {name.split(".lora_")[0].rpartition(".")[2] for name in packed.checksums}
-        name = f"policy-{version}{self._mark}"
-        await self._control(
+        name = f"{POLICY}{version}{self._mark}.{secrets.token_hex(3)}"
+        answer = await self._control(
             "/load_lora_adapter_from_tensors",
             {
                 "lora_name": name,
@@ -84,12 +91,10 @@ class AdapterVersions:
             },
         )
         self._received = None
-        before = self.name
         self.name = name
-        if before is not None:
-            task = asyncio.ensure_future(self._unload(before))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+        for other in answer.get("loaded_adapters") or ():
+            if other.startswith(POLICY) and other != name and other not in self._unloading:
+                self._unloading[other] = asyncio.ensure_future(self._unload(other))
 
     async def _unload(self, name: str) -> None:
         """Unload a version; the server first waits for its requests."""
@@ -98,9 +103,12 @@ class AdapterVersions:
         # A version too many takes memory, and ends with the server.
         except RlcoreError as error:
             logger.warning("adapter %s was not unloaded: %s", name, error)
+        finally:
+            self._unloading.pop(name, None)
 
     async def close(self) -> None:
         """Give up unloading."""
-        for task in self._unloading:
+        tasks = list(self._unloading.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -190,13 +190,8 @@ class SGLangEngine:
         own_gpu = self._device == "cuda" and not self.config.colocated
         version = self.weights.version if self.weights.state == "ready" else None
         gpu = f"of engine {self.name}" if own_gpu else None
-        return {
-            "name": self.name,
-            "version": version,
-            "base": self.weights.holds_base,
-            "device": self._device,
-            "gpu": gpu,
-        }
+        told = {"name": self.name, "version": version, "base": self.weights.holds_base}
+        return {**told, "device": self._device, "gpu": gpu}
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -212,8 +207,8 @@ class SGLangEngine:
                 if self._generation is None:
                     raise EngineFailed(f"engine {self.name} does not run; start it first")
                 one = self._generation.one
+                # The adapter of now, whatever is published before the answer.
                 if self._adapters is not None:
-                    # The adapter of now, whatever is published before the answer.
                     one = partial(one, adapter=self._adapters.name, version=oldest)
                 # The dispatcher sends one at a time: a task would cost half as much as the call.
                 if len(requests) == 1:
@@ -263,21 +258,12 @@ class SGLangEngine:
             await self._pause_gate.emptied()
         elif mode == "abort":
             await self._abort_all()
-        # Requests of other clients may still be in flight.
-        if not self._keeps_generating:
-            await self._control(
-                "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}
-            )
-        self._mode = mode
-
-    @property
-    def _keeps_generating(self) -> bool:
-        """Whether requests in flight go on during a publication: on the adapter that they have.
-
-        With a colocated trainer the pause frees the server's memory.
-        """
+        # Those under an adapter go on, unless the pause is to free the server's memory.
         adapts = self._adapters is not None and self.weights.holds_base
-        return adapts and not self.config.colocated
+        if not adapts or self.config.colocated:
+            server_mode = "in_place" if mode == "in_place" else "retract"
+            await self._control("/pause_generation", {"mode": server_mode})
+        self._mode = mode
 
     async def _abort_all(self) -> None:
         """Abort until no request is in flight. Raises EngineHangs when requests do not end."""
@@ -395,9 +381,8 @@ class SGLangEngine:
 
     async def receive_adapter(self, index: int, packed: PackedAdapter) -> None:
         """Take the adapters of a publication; they are loaded when they get a version."""
-        if self._adapters is None:
-            raise EngineFailed(f"engine {self.name} was built without adapters")
-        self.weights.bucket(index)
+        if self._adapters is None or len(self.weights.open_buckets()) > 1:
+            raise EngineFailed(f"engine {self.name} takes no adapters, or takes them in one bucket")
         self._adapters.receive(packed)
         self.weights.received(index)
 

@@ -10,6 +10,7 @@ CURRICULUM = "data.curriculum.name=pass_rate"
 FORMAT = "{function: format, args: {pattern: x}}"
 JUDGE = "{judge: {url: 'http://x:1', model: m}}"
 PPO = "algorithm.estimator.name=ppo"
+LORA = "policy.lora.rank=8"
 TIS = "algorithm.correction.name=tis"
 SGLANG = "rollout.engine.kind=sglang"
 BY_URL = (SGLANG, "rollout.engine.urls=[http://x:1]")
@@ -39,6 +40,12 @@ def paths(lines: list[str]) -> list[str]:
         ([SFT, "training.early_stopping=on", "training.target_kl=1"], ["training.early_stopping"]),
         (["training.early_stopping=on", "training.target_kl=1", "training.debug=rollout_only"],
          ["training.early_stopping"]),
+        # adapters
+        ([LORA, "policy.fp8.margin=0", "model.dtype=bf16"], ["policy.lora"]),
+        ([LORA, *BY_URL, ROUTER], ["rollout.engine.router_url"]),
+        ([LORA, SGLANG, "rollout.on_update=in_place", "rollout.max_staleness=1"],
+         ["rollout.on_update"]),
+        ([LORA, "rollout.engine.kind=other.engines:Engine"], ["rollout.engine.kind"]),
         # coefficients that nothing would read
         ([PPO, "algorithm.estimator.kl_coef=0.1"], ["algorithm.estimator.kl_coef"]),
         (["algorithm.loss.kl_coef=0.1"], ["algorithm.loss.kl_coef"]),

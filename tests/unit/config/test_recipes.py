@@ -28,6 +28,7 @@ class Recipe:
     nodes: int
     gpus: int = 8
     memory: str = "80G"  # of a GPU
+    trainer_gpus: int | None = None  # of a node; None: all, where any train
 
     @property
     def files(self) -> list[Path]:
@@ -44,6 +45,8 @@ RECIPES = [
     Recipe("qwen2.5-7b-grpo-1node", "Qwen2.5-7B", 1),
     Recipe("qwen2.5-7b-grpo-2nodes", "Qwen2.5-7B", 2),
     Recipe("qwen3-30b-a3b-grpo-4nodes", "Qwen3-30B-A3B", 4),
+    Recipe("qwen3-8b-lora-1gpu", "Qwen3-8B", 1, gpus=1),
+    Recipe("qwen3-30b-a3b-lora-1node", "Qwen3-30B-A3B", 1, trainer_gpus=4),
     Recipe("qwen3-235b-a22b-gspo-32nodes", "Qwen3-235B-A22B", 32),
     Recipe("gsm8k/qwen2.5-0.5b-grpo", "Qwen2.5-0.5B", 1, gpus=1, memory="24G"),
     Recipe("gsm8k/qwen2.5-0.5b-ppo", "Qwen2.5-0.5B", 1, gpus=1, memory="24G"),
@@ -115,11 +118,12 @@ def test_its_trainer_fits_the_gpus(
 def test_trainer_and_engines_take_all_of_the_nodes(recipe: Recipe) -> None:
     cluster = recipe.config.cluster
     engine = recipe.config.rollout.engine
-    assert cluster.processes_per_node == recipe.gpus
+    assert cluster.processes_per_node == (recipe.trainer_gpus or recipe.gpus)
     if engine.colocated:
         assert engine.count * engine.tensor_parallel == recipe.gpus * recipe.nodes
     else:
-        assert cluster.nodes * 8 + engine.count * engine.tensor_parallel == 8 * recipe.nodes
+        trains = cluster.nodes * cluster.processes_per_node
+        assert trains + engine.count * engine.tensor_parallel == 8 * recipe.nodes
 
 
 @each_recipe

@@ -16,6 +16,7 @@ from rollout.engines.checks import ExpertLayers
 from rollout.engines.sglang.answers import Limits
 from rollout.engines.sglang.generation import (
     Generation,
+    Under,
     check_request,
     encode,
     encode_sampling,
@@ -30,7 +31,7 @@ LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, sampling_ma
 def body_of(asked: GenerateRequest, attempt: str = "0", cache_key: str | None = None) -> dict:
     """The body as the server reads it."""
     return orjson.loads(
-        orjson.dumps(encode(asked, attempt, cache_key), option=orjson.OPT_SERIALIZE_NUMPY)
+        orjson.dumps(encode(asked, attempt, Under(cache_key)), option=orjson.OPT_SERIALIZE_NUMPY)
     )
 
 
