@@ -173,28 +173,30 @@ def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, numb
     assert_same_run(runs.path(name), runs.path("reference"))
 
 
+@pytest.mark.parametrize(("name", "more"), [("grpo", ()), ("adapters", ("policy.lora.rank=4",))])
 def test_random_numbers_and_the_initial_policy_outlive_a_kill(
-    runs: Runs, undisturbed: Ended
+    runs: Runs, undisturbed: Ended, name: str, more: tuple[str, ...]
 ) -> None:
     """The reference is the checkpoint of the run's start, whatever was resumed or trained since."""
-    shutil.copytree(runs.path("reference"), runs.path("start"))
-    start = f"policy.checkpoint={runs.path('start')}"
-    runs.finish("grpo", start, algorithm="grpo")
-    rows = metrics_of(runs.path("grpo"))
+    start = f"{name}_start"
+    shutil.copytree(runs.path("reference"), runs.path(start))
+    given = (f"policy.checkpoint={runs.path(start)}", *more)
+    runs.finish(name, *given, algorithm="grpo")
+    rows = metrics_of(runs.path(name))
     # an estimate from samples: one step's may be below 0
     assert rows[1]["objective/kl"] == 0 != rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
 
     for number, kill in enumerate(
         ({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})
     ):
-        ended = runs.train("grpo_killed", start, algorithm="grpo", resume=number > 0, at=kill)
+        ended = runs.train(f"{name}_killed", *given, algorithm="grpo", resume=number > 0, at=kill)
         assert ended.killed, ended.output
-        runs.finish("start", f"training.steps={STEPS + 1 + number}", "checkpoint.keep=9")
-    runs.finish("grpo_killed", start, algorithm="grpo")
-    assert_same_run(runs.path("grpo_killed"), runs.path("grpo"))
+        runs.finish(start, f"training.steps={STEPS + 1 + number}", "checkpoint.keep=9")
+    runs.finish(f"{name}_killed", *given, algorithm="grpo")
+    assert_same_run(runs.path(f"{name}_killed"), runs.path(name))
 
-    shutil.rmtree(runs.path("start") / "checkpoints" / f"step_{STEPS:06d}")
-    ended = runs.train("grpo_killed", start, "training.steps=9", algorithm="grpo", resume=True)
+    shutil.rmtree(runs.path(start) / "checkpoints" / f"step_{STEPS:06d}")
+    ended = runs.train(f"{name}_killed", *given, "training.steps=9", algorithm="grpo", resume=True)
     assert ended.codes == [2]
     assert f"step_{STEPS:06d}/model, which is gone" in ended.output
 
