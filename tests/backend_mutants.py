@@ -69,6 +69,17 @@ MUTANTS = [
     ("the gradient reduction of SP dropped", B + "build.py",
      FINALIZE, without_step("_allreduce_non_tensor_model_parallel_grads"), on("tp2_sp")),
     ("gradients not finalized", B + "build.py", FINALIZE, "model.config.finalize_model_grads_func = None", on("dp2")),
+    # adapters
+    ("nothing recorded behind a frozen embedding", B + "model/lora.py", "model.embedding.register_forward_hook(_with_gradient)", "pass", on("lora_tp2_sp")),
+    ("a whole factor without its mark under SP", B + "model/lora.py", "whole.sequence_parallel = self.sequence_parallel", "whole.sequence_parallel = False", on("lora_tp2_sp")),
+    ("a cut factor counted as whole in the norm", B + "model/lora.py",
+     "set_tensor_model_parallel_attributes(cut, True, 0 if self.by_column else 1, 1)", "pass", on("lora_tp2")),
+    ("low-rank products of ranks not summed", B + "model/lora.py", "low = self._over_ranks(low)", "pass", on("lora_tp2")),
+    ("an adapter not scaled", B + "model/lora.py", "F.linear(low * self.scale, ", "F.linear(low, ", on("lora_tp2")),
+    ("k's adapter in the rows of v", B + "model/lora.py", "before = rank * place[index]", "before = rank * (len(found) - 1 - place[index])", on("lora_tp2")),
+    ("an expert's factor summed over all ranks", B + "model/lora.py", 'factor.allreduce = getattr(weight, "allreduce", True)', "factor.allreduce = True", on("lora_ep2")),
+    ("a whole factor of a split expert not summed", B + "model/lora.py", "if self.silent and self.group.size() > 1:", "if False:", on("lora_etp2")),
+    ("grouped experts without their adapters", B + "model/grouped_experts.py", "    if not found:\n        return out\n", "    return out\n", on("lora_ep2")),
     # the pipeline
     ("batched transfers in the interleaved schedule", B + "model/gpt.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),

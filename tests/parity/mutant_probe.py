@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lora_oracle
 import oracle
 import parity_ranks
 import pytest
@@ -27,6 +28,9 @@ DEADLINE_S = 60
 AUX = 0.05
 Z = 0.02
 
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"rank": lora_oracle.RANK, "alpha": lora_oracle.ALPHA, "targets": TARGETS,
+    "expert_rank": lora_oracle.RANK, "path": "adapter"}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}},
     "tp2_sp": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "sequence": True},
@@ -39,6 +43,15 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2_moe": {"model": "qwen3_moe", "plan": "one", "parallel": {"context": 2},
                 "megatron": {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}},
     "dp2": {"model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
+    "lora_tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}, "lora": LORA},
+    "lora_tp2_sp": {"model": "qwen3", "plan": "uneven", "lora": LORA,
+        "parallel": {"tensor": 2, "sequence": True},
+        "megatron": {"recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_num_layers": 1}},
+    "lora_etp2": {"model": "qwen3_moe", "plan": "uneven", "lora": LORA,
+        "parallel": {"tensor": 2, "sequence": True}},
+    "lora_ep2": {"model": "qwen3_moe", "plan": "dp2", "lora": LORA, "grouped": True,
+        "parallel": {"expert": 2}},
 }  # fmt: skip
 
 
@@ -79,6 +92,13 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
 
     def expect() -> None:
         oracle.write_models(models, only={case["model"]})
+        if "lora" in case:
+            lora_oracle.write_adapter(
+                models / case["model"], models / "adapter", TARGETS, lora_oracle.RANK
+            )
+            found = lora_oracle.by_definition(models / case["model"], models / "adapter")
+            torch.save({"policy": found}, expected_file)
+            return
         expected = {"policy": oracle.policy_step(models / case["model"])}
         if "megatron" in case:
             expected["policy"] |= oracle.router_step(models / case["model"], aux=AUX, z=Z)
@@ -98,3 +118,6 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
         for weight, gradient in of["gradients"].items():
             error = (got["gradients"][model][weight].double() - gradient).norm() / gradient.norm()
             assert error <= TIGHT, f"{model}: {weight}: gradient off by {float(error):.1e}"
+    if "lora" in case:
+        whole = torch.stack([g.norm() for g in expected["policy"]["gradients"].values()]).norm()
+        assert got["metrics"]["train/grad_norm"] == pytest.approx(float(whole), rel=TIGHT)

@@ -43,6 +43,9 @@ def main() -> int:
         help="rollouts of several turns, with branches and tries that fail",
     )
     parser.add_argument(
+        "--adapters", action="store_true", help="train low-rank adapters, not all weights"
+    )
+    parser.add_argument(
         "--limit",
         type=float,
         default=LIMIT_S,
@@ -72,6 +75,7 @@ def main() -> int:
         limit_s=arguments.limit,
         reference=LAUNCHERS.get(arguments.reference),
         conversations=arguments.conversations,
+        adapters=arguments.adapters,
     )
     print(
         f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)}"

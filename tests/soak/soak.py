@@ -63,6 +63,7 @@ class Soak:
         limit_s: for one life of a run.
         reference: its undisturbed run serves every launcher; None: each has its own.
         conversations: of several turns, with branches and tries that fail, in place of one turn.
+        adapters: train adapters in place of all weights.
 
     Raises RuntimeError where the undisturbed run fails: there is nothing to compare with then.
     """
@@ -74,9 +75,10 @@ class Soak:
         limit_s: float = LIMIT_S,
         reference: Launcher | None = None,
         conversations: bool = False,
+        adapters: bool = False,
     ) -> None:
         self.folder = folder
-        self.config = prepare(folder, conversations=conversations)
+        self.config = prepare(folder, conversations=conversations, adapters=adapters)
         self._limit_s = limit_s
         self._reference = reference
         self._timelines: dict[str, Timeline] = {}

@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def prepare(folder: Path, *, conversations: bool) -> Path:
+def prepare(folder: Path, *, conversations: bool, adapters: bool = False) -> Path:
     """Make a model, problems, and the configuration of every run in `folder`; return its path."""
     from transformers.utils import logging
 
@@ -65,6 +65,8 @@ def prepare(folder: Path, *, conversations: bool) -> Path:
     }
     if conversations:
         places["rollout"] = CONVERSATIONS
+    if adapters:
+        places["policy"] = {"lora": {"rank": 4}, "optimizer": {"lr": 1e-2}}
     merged = {
         section: {**CONFIG.get(section, {}), **places.get(section, {})}
         for section in {**CONFIG, **places}

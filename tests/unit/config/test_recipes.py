@@ -158,6 +158,8 @@ OTHERS = [
     *(["word_problems/data.yaml", f"word_problems/{name}.yaml"] for name in ("sft", "grpo")),
     *(["calculator/base.yaml", f"calculator/{name}.yaml"] for name in ("sft", "grpo")),
     ["calculator/base.yaml", "agent/grpo.yaml"], ["smollm2/base.yaml", "smollm2/addition.yaml"],
+    ["smollm2/base.yaml", "smollm2/addition.yaml", "smollm2/lora.yaml"],
+    *(["smollm2/base.yaml", f"smollm2/{task}.yaml"] for task in ("chain_sum", "products")),
 ]  # fmt: skip
 
 

@@ -181,7 +181,12 @@ def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
             {},
             "1 of the prompts wait for workflow .*Stuck.*; 3 of .* wait for the gate",
         ),
-        ({}, {"on_error": 1.0}, "4 of the prompts wait for the reward, the first is .*sums.jsonl"),
+        pytest.param(
+            {},
+            {"on_error": 1.0},
+            "4 of the prompts wait for the reward, the first is .*sums.jsonl",
+            marks=pytest.mark.rest,
+        ),
     ],
 )
 def test_a_step_that_hangs_names_who_is_waited_for(

@@ -64,7 +64,9 @@ def test_no_answer_is_waited_for_without_end(client: ServiceClient) -> None:
         client.call("late", limit_s=0.01, key="a.b")
 
 
-@pytest.mark.parametrize("end", ["die", "nonsense", "kill", "hang"])
+@pytest.mark.parametrize(
+    "end", ["die", "nonsense", "kill", pytest.param("hang", marks=pytest.mark.rest)]
+)
 def test_what_is_asked_of_a_process_that_is_gone_fails_and_another_takes_its_place(
     client: ServiceClient, end: str
 ) -> None:
