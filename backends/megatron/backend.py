@@ -18,7 +18,13 @@ with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from backends.megatron.batch.local_batch import LocalBatch, plan_rules
-    from backends.megatron.build import BuildContext, build_critic, build_frozen, build_policy
+    from backends.megatron.build import (
+        BuildContext,
+        base_path,
+        build_critic,
+        build_frozen,
+        build_policy,
+    )
     from backends.megatron.checkpoint import save_load
     from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
     from backends.megatron.checks.layout import check_layout
@@ -111,6 +117,7 @@ class MegatronBackend:
                     )
                 context = BuildContext(config, arch, self.parallel, self.device, weights)
                 self.policy = build_policy(context)
+                self._base_path = base_path(context)
                 self.frozen: dict[str, Frozen] = {}
                 if with_reference:
                     self.frozen["reference"] = build_frozen(context, self.policy, "reference")
@@ -264,7 +271,7 @@ class MegatronBackend:
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
-        self._exports.write(folder, self._base_path("policy"))
+        self._exports.write(folder, self._base_path)
 
     def save(self, folder: Path) -> None:
         """Write policy and critic, with optimizers and schedules, as a distributed checkpoint."""
@@ -327,13 +334,9 @@ class MegatronBackend:
     def _adapters(self, name: str) -> save_load.Adapters | None:
         """The adapters of a trained model, and the weights below them."""
         lora = self.config.policy.lora
-        return None if lora is None else save_load.Adapters(lora, self._base_path(name))
-
-    def _base_path(self, name: str) -> Path:
-        """The folder or checkpoint with a trained model's initial weights."""
-        config = self.config
-        policy = config.policy.checkpoint or config.model.path
-        return Path((config.critic.path if name == "critic" else None) or policy)
+        own = self.config.critic.path if name == "critic" else None
+        base = self._base_path if own is None else Path(own)
+        return None if lora is None else save_load.Adapters(lora, base)
 
     # --- device memory ----------------------------------------------------------------------------
 

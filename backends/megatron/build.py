@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from backends.megatron.checkpoint.save_load import load_weights
+from backends.megatron.checkpoint.save_load import MANIFEST, Adapters, base_of, load_weights
 from backends.megatron.checks.layout import check_layout, check_vocabularies
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import named_weights
@@ -118,22 +118,43 @@ class BuildContext:
 
 
 def build_policy(context: BuildContext) -> Model:
-    """Build the policy with its initial weights; it is not trainable yet."""
+    """Build the policy with its initial weights and adapters; it is not trainable yet."""
+    config = context.config
+    lora = config.policy.lora
     model = context.build(context.arch)
-    checkpoint = context.config.policy.checkpoint
-    if checkpoint is None:
-        context.load(model, context.arch, context.config.model.path)
+    checkpoint = None if config.policy.checkpoint is None else Path(config.policy.checkpoint)
+    base = base_path(context)
+    if base != checkpoint and not (base / MANIFEST).is_file():
+        context.load(model, context.arch, str(base))
     elif context.weights:
         with START.phase("weights"):
-            load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
-    if context.config.policy.routing_replay != "none":
+            load_weights(base, "policy", context.arch, model.chunks, context.parallel)
+    if config.policy.routing_replay != "none":
         replay_routing(model.chunks, context.arch)
     context.adapt(model)
-    lora = context.config.policy.lora
-    if lora is not None and lora.path is not None and context.weights:
+    if lora is None or not context.weights:
+        return model
+    if checkpoint is not None and base != checkpoint:
+        load_weights(
+            checkpoint, "policy", context.arch, model.chunks, context.parallel, Adapters(lora, base)
+        )
+    elif lora.path is not None:
         with raise_on_all_ranks(context.parallel, f"reading the adapters of {lora.path}"):
             load_adapters(named_factors(model.chunks), context.arch, lora, context.parallel)
     return model
+
+
+def base_path(context: BuildContext) -> Path:
+    """The folder or checkpoint with the policy's initial weights, below any adapters."""
+    config = context.config
+    if config.policy.checkpoint is None:
+        return Path(config.model.path)
+    checkpoint = Path(config.policy.checkpoint)
+    below = None
+    if config.policy.lora is not None and context.weights:
+        with raise_on_all_ranks(context.parallel, f"reading the checkpoint {checkpoint}"):
+            below = base_of(checkpoint, "policy")
+    return below or checkpoint
 
 
 def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Model:

@@ -170,19 +170,31 @@ def load_weights(
     arch: Architecture,
     chunks: Sequence[nn.Module],
     parallel: ParallelState,
+    adapters: Adapters | None = None,
 ) -> None:
-    """Load only the weights of model `name`, in place; the dtype may differ. Collective.
+    """Load only the weights of model `name`, or its adapters, in place; the dtype may differ.
+
+    Collective.
 
     A critic may be loaded from a policy; its value head then keeps its values. Raises the errors of
     `load_checkpoint`.
     """
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         manifest = read_manifest(folder, [name])
-    model = Saved(name, arch, chunks)
+    model = Saved(name, arch, chunks, adapters=adapters)
     entry = manifest["models"][name]
     _check_same(folder, model, entry, parallel)
     skip = (VALUE_HEAD,) if entry["head"] == "lm" else ()
     _load(folder, model, parallel, steps_taken=0, skip=skip)
+
+
+def base_of(folder: Path, name: str) -> Path | None:
+    """The weights below the adapters that a checkpoint holds of a model; None for all weights.
+
+    Raises ModelError as `load_checkpoint` does.
+    """
+    saved = read_manifest(folder, [name])["models"][name].get("adapters")
+    return None if saved is None else Path(saved["base"])
 
 
 def saved_layout(folder: Path) -> str:

@@ -76,6 +76,8 @@ class ModelWeights(WeightState):
 
     def release(self) -> None:
         """Release the memory of the weights. Storages shrink in place, so that views stay views."""
+        if self.adapters is not None:
+            self.adapters.forget()
         if self.state != "released":
             self._sizes = {
                 t.untyped_storage(): t.untyped_storage().nbytes() for t in self.tensors.values()

@@ -1,0 +1,127 @@
+"""Runs that train adapters, from the command line: what they leave is what PEFT makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.accounting_checks import samples_of
+from tests.integration.hf_logprobs import logprobs
+from tests.integration.workspace import LEARNING, Run, Workspace
+
+GIVEN = (
+    *LEARNING,
+    "policy.lora={rank: 4, targets: [q_proj, v_proj, down_proj]}",
+    "algorithm.kl.loss_coef=0.1",
+    "checkpoint.every=1",
+    "checkpoint.keep=9",
+)
+
+
+@pytest.fixture(scope="module")
+def run(workspace: Workspace) -> Run:
+    run = workspace.train("adapters", *GIVEN)
+    assert run.code == 0, run.err
+    return run
+
+
+def merged(workspace: Workspace, run: Run, step: int) -> Path:
+    """The whole model of a checkpoint; of step 0 the one that it began with."""
+    if not step:
+        return workspace.model
+    folder = workspace.folder / f"{run.folder.name} merged {step}"
+    if not folder.exists():
+        source = str(run.checkpoint(step))
+        assert workspace.command("export", source, str(folder), "--merged").code == 0
+    return folder
+
+
+def test_every_log_prob_is_that_of_the_merged_weights(workspace: Workspace, run: Run) -> None:
+    """The engine's, of each version; the trainer's are equal to it, as its metric says."""
+    for step in (1, 2, 3):
+        samples = samples_of(run, step)
+        found = logprobs(merged(workspace, run, step - 1), samples)
+        for sample, expected in zip(samples, found, strict=True):
+            assert {span.version for span in sample.versions} <= {step}
+            own = torch.from_numpy(sample.rollout_logprobs).double()
+            torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)
+    rows = run.rows
+    assert rows[1]["objective/kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[3]["objective/kl"] != 0
+    assert max(row["rollout/train_rollout_logprob_diff_max"] for row in run.metrics) < 1e-4
+
+
+# which peft calls
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_folder_is_peft_s(workspace: Workspace, run: Run, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(workspace.model, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, str(run.folder / "hf"))
+    by_peft = dict(model.merge_and_unload().named_parameters())
+    ours = load_file(merged(workspace, run, 3) / "model.safetensors")
+    plain = load_file(workspace.model / "model.safetensors")
+    moved = [name for name in ours if not torch.equal(ours[name], plain[name])]
+    assert {name.split(".")[-2] for name in moved} == {"q_proj", "v_proj", "down_proj"}
+    for name, weight in ours.items():
+        torch.testing.assert_close(by_peft[name].detach(), weight, atol=1e-7, rtol=1e-6)
+
+    begun = workspace.train("from peft", *GIVEN, f"policy.lora.path={run.folder / 'hf'}")
+    assert begun.code == 0, begun.err
+    samples = samples_of(begun, 1)
+    for sample, expected in zip(samples, logprobs(merged(workspace, run, 3), samples), strict=True):
+        own = torch.from_numpy(sample.rollout_logprobs).double()
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)
+    wrong = tmp_path / "wrong"
+    shutil.copytree(run.folder / "hf", wrong)
+    text = (wrong / "adapter_config.json").read_text().replace('"v_proj"', '"k_proj"')
+    (wrong / "adapter_config.json").write_text(text)
+    refused = workspace.train("wrong peft", *GIVEN, f"policy.lora.path={wrong}")
+    assert refused.code == 2
+    assert "k_proj" in refused.err
+
+
+def test_a_run_goes_on_from_another_one_s_adapters(workspace: Workspace, run: Run) -> None:
+    start = f"policy.checkpoint={run.folder}"
+    further = workspace.train("further", *GIVEN, start)
+    assert further.code == 0, further.err
+    samples = samples_of(further, 1)
+    for sample, expected in zip(samples, logprobs(merged(workspace, run, 3), samples), strict=True):
+        own = torch.from_numpy(sample.rollout_logprobs).double()
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)
+    # the reference is what the run began with, adapters included
+    assert further.rows[1]["objective/kl"] == pytest.approx(0, abs=1e-6)
+    for wrong, said in (
+        ((*GIVEN, "policy.lora.rank=2"), "rank 4"),
+        (LEARNING, "has adapters alone"),
+    ):
+        refused = workspace.train("refused", *wrong, start)
+        assert refused.code == 2
+        assert said in refused.err
+
+
+def test_other_weights_below_are_refused(workspace: Workspace, tmp_path: Path) -> None:
+    """By samples of their bytes: names and sizes are those of the weights that were there."""
+    model = tmp_path / "model"
+    shutil.copytree(workspace.model, model)
+    given = (*GIVEN, f"model.path={model}")
+    assert workspace.train("moved", *given, "training.steps=1").code == 0
+    file = model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    refused = workspace.train("moved", *given, "training.steps=2", "--resume")
+    assert refused.code == 2
+    assert "base_digest" in refused.err
+
+
+def test_a_target_that_is_not_there_is_refused(workspace: Workspace) -> None:
+    refused = workspace.train("no target", "policy.lora.targets=[query_proj]")
+    assert refused.code == 2
+    assert "'query_proj'" in refused.err
+    assert "q_proj" in refused.err
