@@ -138,7 +138,7 @@ def main() -> None:
         )
         publisher = WeightPublisher(
             SimpleNamespace(
-                buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
+                base=None, buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
             ),  # type: ignore[arg-type]
             sync,
             sending,

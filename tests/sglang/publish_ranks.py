@@ -132,7 +132,7 @@ def publish_as_a_run(
         calls=calls,
     )
     backend = SimpleNamespace(
-        buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
+        base=None, buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
     )
     publisher = WeightPublisher(backend, sync, ranks, journal=journal, timeout_s=60.0)
     assert publisher.publish(1) == ""

@@ -43,15 +43,16 @@ TWO = (
 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("more", [(), ("policy.lora.rank=4",)], ids=["weights", "adapters"])
 def test_no_sample_is_lost_or_counted_twice(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"  # of its own: the session's server has the other, and runs on
     shutil.copytree(tiny_model, model)
     workspace = Workspace(tmp_path, model)
     sabotage = FaultInjector(dict(PLAN), settle=STEPS)
     sabotage.install(monkeypatch, ManagedServer)
-    run = workspace.train("chaos", *TWO)
+    run = workspace.train("chaos", *TWO, *more)
     assert run.code == 0, run.err
     assert sabotage.done == [fault for _, fault in PLAN.values()]
     check_accounting(run, steps=STEPS)
