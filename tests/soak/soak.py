@@ -157,7 +157,8 @@ class Soak:
         faults = [*accounting_faults(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
         undisturbed = self._run(f"undisturbed_{(self._reference or launcher).name}")
         weights, expected = (
-            (folder / "hf" / "model.safetensors").read_bytes() for folder in (run, undisturbed)
+            next((folder / "hf").glob("*.safetensors")).read_bytes()
+            for folder in (run, undisturbed)
         )
         if weights != expected:
             faults.append("the final weights are not those of the undisturbed run")
