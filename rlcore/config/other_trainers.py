@@ -132,7 +132,10 @@ policy.max_tokens_per_microbatch (for every pass) | ppo_micro_batch_size_per_gpu
 policy.optimizer.offload | actor.fsdp_config.param_offload actor.megatron.param_offload | offload offload_train | | ds.enable_sleep
 (no key: `rlcore train ... --resume` continues a run) | trainer.resume_mode | load | resume_from_checkpoint | ckpt.load_enable
 (no key: WANDB_API_KEY in the environment) | | wandb_key | | logger.wandb.key
-(no key: LoRA is not supported yet) | lora_rank lora_alpha | | peft_config use_peft lora_r | lora_target_modules
+policy.lora.rank | lora_rank model.lora.rank | | lora_r peft_config use_peft | lora_rank model.lora_config.dim
+policy.lora.alpha | lora_alpha model.lora.alpha | | lora_alpha | lora_alpha model.lora_config.alpha
+policy.lora.targets | target_modules model.lora.target_modules | | lora_target_modules | lora_target_modules
+policy.lora.path | lora_adapter_path model.lora.adapter_path | | |
 (no key: every step is printed and logged) | | | logging_steps | logger.logging_steps
 """  # noqa: E501
 # fmt: on
