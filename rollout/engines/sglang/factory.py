@@ -10,7 +10,8 @@ import torch
 
 from rlcore.config import Config
 from rlcore.config.derived import published_adapters
-from rlcore.errors import ModelError
+from rlcore.config.sections.policy import LoraConfig
+from rlcore.errors import ConfigError, ModelError
 from rlcore.hf_config.read import read_config
 from rollout.engines.child_process import Server
 from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
@@ -22,6 +23,22 @@ from rollout.engines.sglang.server_process import ManagedServer
 
 # Model types whose classes in SGLang have a separate head, whatever config.json says.
 UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
+
+
+# The keys of config.json with the number of routed experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+
+
+def check_adapters_on_cpu(model: str, lora: LoraConfig) -> None:
+    """Raise ConfigError for adapters that SGLang computes by Triton alone: those of experts."""
+    given = read_config(model)
+    if any(given.get(key) for key in EXPERTS) and not ATTENTION.issuperset(lora.targets):
+        raise ConfigError(
+            f"policy.lora.targets: got {', '.join(lora.targets)}, but on a CPU SGLang takes no"
+            f" adapters of layers with experts: set them to {', '.join(sorted(ATTENTION))}, or"
+            " rollout.engine.kind to embedded"
+        )
 
 
 class SGLangFactory:
@@ -76,6 +93,8 @@ class SGLangFactory:
         }
         arguments: dict[str, Any] = {name: True for name, is_needed in needed.items() if is_needed}
         if (lora := published_adapters(config)) is not None:
+            if not on_gpu:
+                check_adapters_on_cpu(config.model.path, lora)
             arguments |= server_arguments(lora, "cuda" if on_gpu else "cpu")
         return ManagedServer(
             engine_name(index),
