@@ -81,8 +81,7 @@ class WeightPublication:
         if not self._engines:
             raise PublicationFailed("no engine waits for weights")
         if is_base:
-            told = await self._step("health", lambda e: e.health(), self._probe)
-            self._engines = [engine for engine in self._engines if not told[engine].get("base")]
+            await self._keep_those_without_the_base()
             if not self._engines:
                 return None
         for engine in self._engines:
@@ -193,16 +192,22 @@ class WeightPublication:
             track = (f"engine {engine.name}", "weights")
             RECORDER.add(track, outcome, self._opened_at, now(), publication=self._transactions)
 
-    async def _step(
-        self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
-    ) -> dict[RolloutEngine, Any]:
-        """Run one step on every engine, and take out those that fail. Returns the results."""
+    async def _keep_those_without_the_base(self) -> None:
+        """Leave engines that hold the base out of the transaction, and in service."""
+        answers = await ask(self._engines, "health", lambda e: e.health(), self._probe)
+        for engine in answers.failed:
+            # The fleet restarts an engine that fails in a publication, thus not one that serves.
+            self._fleet.draining(engine)
+        await self._out(answers.failed)
+        self._engines = [e for e, found in answers.results.items() if not found.get("base")]
+
+    async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> None:
+        """Run one step on every engine, and take out those that fail."""
         # The stage begins here: in between, the trainer gathers weights.
         self._stage_at = now()
         answers = await ask(self._engines, what, call, seconds)
         self._record_stage(what, slowest=answers.slowest)
         await self._out(answers.failed)
-        return answers.results
 
     async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
         """Await a step of the transport. Raises PublicationFailed if any engine failed."""

@@ -102,6 +102,30 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(
         run(loop, engines[1].generate([request([1])]))
 
 
+def test_a_base_goes_to_the_engines_that_lack_it(model, folder, loop, engines, monkeypatch):
+    async def hold():
+        return {"base": True}
+
+    async def fail():
+        raise RuntimeError("no such luck")
+
+    events = []
+    participants = StaticParticipants(engines)
+    participants.draining = lambda engine: events.append(f"draining {engine.name}")
+    monkeypatch.setattr(engines[0], "health", hold)
+    publication = OneRank(make_config(folder), participants, loop)
+    assert publication.prepare(layout(model), is_base=True)
+    assert events == ["draining engine-1", "draining engine-2"]
+    publication.cancel()
+    monkeypatch.setattr(engines[1], "health", hold)
+    # Of an engine that drains alone does the fleet accept that it failed in a publication.
+    monkeypatch.setattr(engines[2], "health", fail)
+    assert not publication.prepare(layout(model), is_base=True)
+    assert events[2:] == ["draining engine-2"]
+    assert participants.dropped == {"engine-2": "RuntimeError: no such luck"}
+    publication.close()
+
+
 def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
     model, folder, loop, engines, monkeypatch
 ):
