@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from rlcore.planning.publication import cut, together
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the name of a base model's module; SGLang reads PEFT's names."""
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+"""What the names of an adapter's matrices end with."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """The size of the tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+def are_factors(specs: Sequence[TensorSpec]) -> bool:
+    """Whether a layout is one of adapters."""
+    return bool(specs) and all(spec.name.endswith(FACTORS) for spec in specs)
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,16 @@ class Layout:
 
     def chunks(self, shape: ModelShape, stage: int) -> list[ModelShape]:
         """Return the shapes of a pipeline stage's VPP model chunks."""
+        return [shape.of_layers(layers) for layers in self.layers_of(shape, stage)]
+
+    def layers_of(self, shape: ModelShape, stage: int) -> list[range]:
+        """Return the numbers of the layers of a pipeline stage's VPP model chunks."""
         each = [self.stage_layers(shape, k) // self.virtual_pipeline for k in range(self.pipeline)]
         first = sum(each[:stage])
         return [
-            shape.of_layers(range(begin, begin + each[stage]))
+            range(begin, begin + each[stage])
             for begin in range(first, first + self.virtual_pipeline * sum(each), sum(each))
         ]
-
-    def layers_of(self, shape: ModelShape, stage: int) -> set[int]:
-        """Return the numbers of a pipeline stage's layers."""
-        each = [self.stage_layers(shape, k) // self.virtual_pipeline for k in range(self.pipeline)]
-        first = sum(each[:stage])
-        starts = range(first, first + self.virtual_pipeline * sum(each), sum(each))
-        return {layer for begin in starts for layer in range(begin, begin + each[stage])}
 
     def of_stage(self, shape: ModelShape, stage: int) -> ModelShape:
         """Return the shape of all layers of a pipeline stage, over its chunks."""
@@ -157,7 +154,7 @@ def rank_adapters(
     adapters: Iterable[AdapterSize], shape: ModelShape, layout: Layout, stage: int
 ) -> Weights:
     """Return the adapters' parameters of a rank of pipeline stage `stage`."""
-    layers = layout.layers_of(shape, stage)
+    layers = {layer for chunk in layout.layers_of(shape, stage) for layer in chunk}
     dense = 0.0
     expert = 0.0
     for one in adapters:

@@ -5,27 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlcore.interfaces import BucketSender, Orders
-from rlcore.weights import Bucket, TensorSpec, raw_bytes
+from rlcore.weights import PEFT_PREFIX, Bucket, raw_bytes
 from rollout.weight_sync.base import Failures, Transport, ask
 from rollout.weight_sync.tensor import encode
-
-PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module; SGLang reads its names."""
-
-
-FACTORS = (".lora_A.weight", ".lora_B.weight")
-
-
-def are_factors(specs: Sequence[TensorSpec]) -> bool:
-    """Whether a layout is one of adapters."""
-    return bool(specs) and all(spec.name.endswith(FACTORS) for spec in specs)
 
 
 @dataclass(frozen=True)
@@ -96,5 +85,5 @@ def in_rank(rank: int, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             missing = (0, 0, 0, rank - own) if is_a else (0, rank - own)
             factor = pad(factor if is_a else factor * (rank / own), missing)
         # A view would be pickled with the whole of its storage.
-        found[PREFIX + name] = factor.clone()
+        found[PEFT_PREFIX + name] = factor.clone()
     return found

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, hf_shapes
 from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
-from backends.megatron.convert.peft_folder import ADAPTER_FILE, PREFIX, check_settings
+from backends.megatron.convert.peft_folder import ADAPTER_FILE, check_settings
 from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
+from rlcore.weights import PEFT_PREFIX
 
 
 class SafetensorsFolder:
@@ -109,7 +110,7 @@ def load_adapters(
     rows = factor_rows(arch, config)
     with open_shard(folder / ADAPTER_FILE, "pt") as file:
         names = set(file.keys())
-    wanted = {PREFIX + entry.hf[0] for entry, _ in rows}
+    wanted = {PEFT_PREFIX + entry.hf[0] for entry, _ in rows}
     if extra := sorted(names - wanted):
         raise ModelError(
             f"{folder}: tensor {extra[0]!r} is of no adapter of this run: policy.lora.targets is"
@@ -121,4 +122,4 @@ def load_adapters(
                 continue
             rank, size = parallel.split_of(expert=entry.expert is not None)
             part = tp_slice(entry.split, shape, rank, size, 0)
-            factors[entry.megatron].copy_(source.read(PREFIX + entry.hf[0], shape, part))
+            factors[entry.megatron].copy_(source.read(PEFT_PREFIX + entry.hf[0], shape, part))

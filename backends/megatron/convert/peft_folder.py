@@ -16,8 +16,6 @@ from rlcore.errors import ModelError
 
 SETTINGS_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""What PEFT puts before the name of a base model's module."""
 
 # Settings that change what an adapter computes, with the only value that we have.
 _FIXED: dict[str, tuple[Any, ...]] = {

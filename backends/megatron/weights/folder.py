@@ -11,13 +11,14 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.peft_folder import ADAPTER_FILE, PREFIX, SETTINGS_FILE, settings
+from backends.megatron.convert.peft_folder import ADAPTER_FILE, SETTINGS_FILE, settings
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.weights.export import WeightExporter
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError, RunFailed
 from rlcore.hf_folder import write_json
 from rlcore.runs.files import sync_tree
+from rlcore.weights import PEFT_PREFIX
 
 SHARD_BYTES = 4 << 30  # of one file of an exported folder
 
@@ -87,7 +88,7 @@ def write_peft(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        tensors = {PREFIX + name: factor.contiguous() for name, factor in factors.items()}
+        tensors = {PEFT_PREFIX + name: factor.contiguous() for name, factor in factors.items()}
         save_file(tensors, aside / ADAPTER_FILE, {"format": "pt"})
         write_json(aside / SETTINGS_FILE, settings(arch, config, base))
         # safetensors leaves its files to their owner alone

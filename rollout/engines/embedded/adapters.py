@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlcore.errors import ModelError
-from rlcore.weights import TensorSpec
-from rollout.weight_sync.adapter import FACTORS
+from rlcore.weights import FACTORS, TensorSpec
 
 
 class Adapters:

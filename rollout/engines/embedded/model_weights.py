@@ -9,9 +9,8 @@ from torch import Tensor, UntypedStorage, nn
 
 from rlcore.errors import ModelError
 from rlcore.quantised_weights import dequantised, unquantised
-from rlcore.weights import Bucket, TensorSpec, saved_buffers
+from rlcore.weights import Bucket, TensorSpec, are_factors, saved_buffers
 from rollout.engines.embedded.adapters import Adapters
-from rollout.weight_sync.adapter import are_factors
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
 
 

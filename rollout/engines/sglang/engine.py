@@ -24,7 +24,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
-from rlcore.weights import Bucket, TensorSpec
+from rlcore.weights import Bucket, TensorSpec, are_factors
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
@@ -35,7 +35,7 @@ from rollout.engines.sglang.adapters import AdapterVersions
 from rollout.engines.sglang.answers import no_sglang, read_digests, version_name
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.pause_gate import PauseGate
-from rollout.weight_sync.adapter import PackedAdapter, are_factors
+from rollout.weight_sync.adapter import PackedAdapter
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import WeightState

@@ -14,10 +14,10 @@ import torch
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
-from rlcore.weights import Bucket, TensorSpec, raw_bytes
+from rlcore.weights import Bucket, TensorSpec, are_factors, raw_bytes
 from rollout.engines.sglang.adapters import server_arguments
 from rollout.engines.sglang.factory import check_adapters_on_cpu
-from rollout.weight_sync.adapter import AdapterSender, PackedAdapter, are_factors
+from rollout.weight_sync.adapter import AdapterSender, PackedAdapter
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
 
