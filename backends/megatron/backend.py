@@ -102,6 +102,7 @@ class MegatronBackend:
         temperature = 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
         self._head = HeadOptions(temperature, policy.logprobs.chunk_elements)
         self._local_batch: LocalBatch | None = None
+        self._adapters_of: dict[str, save_load.Adapters] = {}
         # Memory for saves in the background.
         self._host_copies = HostCopies()
         self._pending: PendingCheckpoint | None = None
@@ -336,7 +337,9 @@ class MegatronBackend:
         lora = self.config.policy.lora
         own = self.config.critic.path if name == "critic" else None
         base = self._base_path if own is None else Path(own)
-        return None if lora is None else save_load.Adapters(lora, base)
+        if lora is None:
+            return None
+        return self._adapters_of.setdefault(name, save_load.Adapters(lora, base))
 
     # --- device memory ----------------------------------------------------------------------------
 

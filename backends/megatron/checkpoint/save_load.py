@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class Adapters:
 
     config: LoraConfig
     base: Path
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """What the manifest says of them; the files of the base are read once."""
+        return described(self.config, self.base)
 
 
 @dataclass(frozen=True)
@@ -281,9 +286,7 @@ def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
                 model.optimizer.config.distributed if model.optimizer else None
             ),
             "steps_taken": model.optimizer.steps_taken if model.optimizer else 0,
-            "adapters": (
-                described(model.adapters.config, model.adapters.base) if model.adapters else None
-            ),
+            "adapters": (model.adapters.described if model.adapters else None),
         }
         for model in models
     }
@@ -388,7 +391,7 @@ def _check_adapters(folder: Path, model: Saved, was: Mapping[str, Any] | None) -
             f"checkpoint {folder}: {model.name} has all weights, this run trains adapters"
             " (policy.lora); to train adapters of it, set policy.checkpoint in a new run"
         )
-    now = described(model.adapters.config, model.adapters.base)
+    now = model.adapters.described
     for key in now.keys() - {"base"}:
         if was.get(key) != now[key]:
             weights = f" (the weights of {was['base']}, now {now['base']})"

@@ -190,8 +190,8 @@ class SGLangEngine:
         own_gpu = self._device == "cuda" and not self.config.colocated
         version = self.weights.version if self.weights.state == "ready" else None
         gpu = f"of engine {self.name}" if own_gpu else None
-        told = {"name": self.name, "version": version, "base": self.weights.holds_base}
-        return {**told, "device": self._device, "gpu": gpu}
+        found = {"name": self.name, "version": version, "base": self.weights.holds_base}
+        return {**found, "device": self._device, "gpu": gpu}
 
     # --- generation -------------------------------------------------------------------------------
 
