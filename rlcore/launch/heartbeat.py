@@ -22,7 +22,14 @@ from rlcore.errors import RunFailed
 from rlcore.launch.environment import here_key, orphaned
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
 from rlcore.stores import Store
-from rlcore.trainer.rank_sync import Failure, RankSync, post_failure, read_failure, read_number
+from rlcore.trainer.rank_sync import (
+    POLL_S,
+    Failure,
+    RankSync,
+    post_failure,
+    read_failure,
+    read_number,
+)
 
 BEAT_S = 1.0
 _LEFT = "left"
@@ -82,6 +89,14 @@ class HeartbeatMonitor:
                 silence[rank] = now - since
         self.last = silence
         return silence
+
+    def outlast(self) -> None:
+        """Wait until the ranks have left, are lost, or take too long to leave."""
+        deadline = time.monotonic() + LEAVE_S
+        while silence := self.silence():
+            if min(silence.values()) > SIGNALLED_S or time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
 
     def failure(self, *, limit_s: float = math.inf) -> Failure | None:
         """Return the longest silent rank, if longer than the limit, which `limit_s` lowers."""

@@ -259,6 +259,9 @@ def _among_ranks(config: Config, log: ProcessLog, has_steps: bool) -> Iterator[P
         # Destroying the process group would wait for peers that are stuck in a collective.
         raise
     heartbeat.stop(clean=True)
+    if _serves_store(sync):
+        # The store ends with this process, and another rank may have yet to read it.
+        monitor.outlast()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -319,6 +322,14 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
             f"rank {os.environ['RANK']} cannot join the other ranks at {where}: {reason}"
         ) from error
     return sync, attempt
+
+
+def _serves_store(sync: RankSync) -> bool:
+    """Return whether the store is in this process, not in a folder, an agent or the Ray driver."""
+    elsewhere = (
+        STORE_FOLDER in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
+    return sync.rank == 0 and not elsewhere
 
 
 def _translate_error(error: BaseException, process: Process) -> BaseException:

@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_another_one_s_adapters(workspace: Workspace, run: Ru
         ((*GIVEN, "policy.lora.rank=2"), "rank 4"),
         (LEARNING, "has adapters alone"),
     ):
-        refused = workspace.train("refused", *wrong, start)
+        refused = workspace.train("refused adapters", *wrong, start)
         assert refused.code == 2
         assert said in refused.err
 
@@ -110,12 +110,12 @@ def test_other_weights_below_are_refused(workspace: Workspace, tmp_path: Path) -
     model = tmp_path / "model"
     shutil.copytree(workspace.model, model)
     given = (*GIVEN, f"model.path={model}")
-    assert workspace.train("moved", *given, "training.steps=1").code == 0
+    assert workspace.train("adapters moved", *given, "training.steps=1").code == 0
     file = model / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    refused = workspace.train("moved", *given, "training.steps=2", "--resume")
+    refused = workspace.train("adapters moved", *given, "training.steps=2", "--resume")
     assert refused.code == 2
     assert "base_digest" in refused.err
 

@@ -145,7 +145,7 @@ def test_without_the_switch_a_target_is_ignored_in_one_line(
 
 
 def test_no_positive_target_is_refused_before_anything_starts(workspace: Workspace) -> None:
-    run = workspace.train("refused", "training.early_stopping=yes", "training.target_kl=0")
+    run = workspace.train("refused target", "training.early_stopping=yes", "training.target_kl=0")
     assert run.code == 2
     (line,) = run.err.strip().splitlines()
     assert "training.target_kl" in line

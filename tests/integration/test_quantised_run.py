@@ -70,6 +70,6 @@ def test_an_engine_in_fp8_samples_from_the_rounded_policy(
     ],
 )
 def test_what_does_not_go_with_fp8_is_refused(workspace: Workspace, given: str, said: str) -> None:
-    run = workspace.train("refused", f"rollout.engine={given}")
+    run = workspace.train("refused quantisation", f"rollout.engine={given}")
     assert run.code == 2
     assert said in run.err

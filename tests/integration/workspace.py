@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
@@ -83,6 +84,7 @@ class Workspace:
         self.folder = folder
         self.model = model
         self.replays = 0
+        self.named: dict[str, str] = {}  # the file of tests whose run has the name
         self.reward_model = folder / "reward_model"
         make_classifier(model, self.reward_model)
         make(folder / "data")
@@ -134,7 +136,11 @@ tracking: {{show_samples: 0}}
         )  # fmt: skip
 
     def command(self, *arguments: str, name: str = "") -> Run:
-        """Run any `rlcore` command."""
+        """Run any `rlcore` command, for the run `name` if it is of one."""
+        if name:
+            where = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+            used = self.named.setdefault(name, where)
+            assert used == where, f"{used} has a run {name!r} too: call this one otherwise"
         out = io.StringIO()
         err = io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):

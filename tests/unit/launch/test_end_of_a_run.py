@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +23,7 @@ from rlcore.runs.directory import Status
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import Outcome
 from rlcore.trainer.rank_sync import RankSync
+from tests.ports import free_port
 
 
 class RankZero:
@@ -133,3 +137,43 @@ def test_a_signal_interrupts_at_once_what_has_no_steps(
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # the same, from the launcher: the end goes on
     assert capfd.readouterr().err == ""
+
+
+LATE_RANK = """
+import sys
+import time
+from rlcore.config.load import load_config
+from rlcore.launch.process import join
+
+config = load_config([], sys.argv[1:]).config
+with join(config) as process:
+    if process.sync.rank:
+        time.sleep(2)
+    process.sync.run_on_rank0("the end", lambda: None)
+"""
+
+
+def test_the_rank_that_holds_the_store_leaves_last(tiny_model: Path) -> None:
+    """Ranks without a launcher: a busy machine may not let one look before the others are gone."""
+    given = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    arguments = [
+        "run.name=late",
+        f"model.path={tiny_model}",
+        "data.paths=none",
+        "algorithm.loss.name=sft",
+        "training.steps=1",
+        "training.batch_size=1",
+    ]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LATE_RANK, *arguments],
+            env={**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
