@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +44,6 @@ with importing_megatron():
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import Frozen, Model
-    from backends.megatron.weights.export import WeightExporter
     from backends.megatron.weights.source import PolicyExports, PolicyWeights
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
@@ -106,6 +104,8 @@ class MegatronBackend:
         # Memory for saves in the background.
         self._host_copies = HostCopies()
         self._pending: PendingCheckpoint | None = None
+        # Made at the first export.
+        self._made_exports: PolicyExports | None = None
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
         try:
             with megatron_device(self.device), expected_warnings_off():
@@ -259,11 +259,11 @@ class MegatronBackend:
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static layout of what engines get: the policy's weights, or its adapters' factors."""
-        return PolicyWeights(self.policy, self._weights).buckets()
+        return self._exports.published.buckets()
 
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """See `PolicyWeights`."""
-        return PolicyWeights(self.policy, self._weights).export_buckets(everywhere=everywhere)
+        return self._exports.published.export_buckets(everywhere=everywhere)
 
     @property
     def base(self) -> PolicyWeights | None:
@@ -360,8 +360,8 @@ class MegatronBackend:
 
     def release_cache(self) -> None:
         """Free the device memory that this process caches for its next passes. No communication."""
-        if "_exports" in vars(self):
-            self._exports.free_buffers()
+        if self._made_exports is not None:
+            self._made_exports.free_buffers()
         # Megatron's buffers for gathers under sequence parallelism.
         get_global_memory_buffer().buffer.clear()
         for model in self._own_models:
@@ -422,8 +422,7 @@ class MegatronBackend:
         """Release the models and Megatron's groups, and the process group if it was made here."""
         if self._pending is not None:
             self._pending.cancel()
-        self._local_batch = self.critic = self._pending = None
-        vars(self).pop("_exports", None)
+        self._local_batch = self.critic = self._pending = self._made_exports = None
         self.frozen = {}
         destroy_parallel()
         if self._owns_process_group:
@@ -435,13 +434,11 @@ class MegatronBackend:
             raise RuntimeError("call load_batch first")
         return self._local_batch
 
-    @cached_property
-    def _exports(self) -> PolicyExports:
-        return PolicyExports(self.config, self.policy, self.parallel)
-
     @property
-    def _weights(self) -> WeightExporter:
-        return self._exports.published
+    def _exports(self) -> PolicyExports:
+        if self._made_exports is None:
+            self._made_exports = PolicyExports(self.config, self.policy, self.parallel)
+        return self._made_exports
 
     def _on_device(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the named model has its weights on the device."""

@@ -30,7 +30,7 @@ def load(case: dict[str, Any], models: Path) -> None:
 def publish(case: dict[str, Any], models: Path) -> None:
     """Round weights of which one rank has an infinity, then the healed ones."""
     backend = build(case, models / "0", with_reference=False)
-    plain = backend._weights
+    plain = backend._exports.published.exporter
     exporter = WeightExporter(
         backend.policy.chunks, plain.arch, backend.parallel, dtype=torch.float32,
         bucket_bytes=20_000, quantised=True, sharing=plain,

@@ -16,14 +16,15 @@ def run(case: dict[str, Any], folder: Path) -> None:
     backend = build_backend(config)
     found: dict[str, Any] = {}
     for name, everywhere in (("alone", False), ("everywhere", True)):
-        backend._weights.free_buffers()
+        exporter = backend._exports.published.exporter
+        exporter.free_buffers()
         sizes = [
             0 if flat is None else flat.nbytes
             for _, flat in backend.export_buckets(everywhere=everywhere)
         ]
         found[name] = {
             "sent": sizes,
-            "buffers": sum(buffer.nbytes for buffer in backend._weights._buffers.values()),
+            "buffers": sum(buffer.nbytes for buffer in exporter._buffers.values()),
         }
     optimizer = backend.policy.optimizer
     assert optimizer is not None

@@ -45,15 +45,15 @@ class PolicyExports:
         self._config = config
         self._policy = policy
         self._parallel = parallel
-        self._lora = published_adapters(config)
+        lora = published_adapters(config)
         # All weights first: the group of their senders serves for adapters too.
-        self._whole = self._exporter(merged=self._lora is None)
-        self.published = self._whole if self._lora is None else self._exporter(adapters=self._lora)
-
-    @property
-    def base(self) -> PolicyWeights | None:
-        """The weights below the adapters, where these are published by themselves."""
-        return None if self._lora is None else PolicyWeights(self._policy, self._whole)
+        self._whole = self._exporter(None, merged=lora is None)
+        whole = PolicyWeights(policy, self._whole)
+        # The weights below the adapters, where these are published by themselves.
+        self.base = None if lora is None else whole
+        self.published = whole
+        if lora is not None:
+            self.published = PolicyWeights(policy, self._exporter(self._whole, adapters=lora))
 
     def write(self, folder: Path, base: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder.
@@ -65,23 +65,29 @@ class PolicyExports:
         lora = self._config.policy.lora
         with self._policy.on_device():
             if lora is not None:
-                export_peft(self._exporter(model.dtype, adapters=lora), folder, lora, base)
+                exporter = self._exporter(self._whole, model.dtype, adapters=lora)
+                export_peft(exporter, folder, lora, base)
                 return
             exporter = self._whole
             # The engine's dtype may be narrower than the model's.
             if exporter.quantised or exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
-                exporter = self._exporter(model.dtype)
+                exporter = self._exporter(self._whole, model.dtype)
             export_hf(exporter, folder, Path(model.tokenizer or model.path))
 
     def free_buffers(self) -> None:
         """Free the buffers until the next export."""
-        for exporter in (self._whole, self.published):
+        for exporter in (self._whole, self.published.exporter):
             exporter.free_buffers()
 
     def _exporter(
-        self, dtype: str | None = None, *, adapters: LoraConfig | None = None, merged: bool = True
+        self,
+        sharing: WeightExporter | None,
+        dtype: str | None = None,
+        *,
+        adapters: LoraConfig | None = None,
+        merged: bool = True,
     ) -> WeightExporter:
-        """An exporter in the dtype of the engines, or in another."""
+        """An exporter in the dtype of the engines, or in another; `sharing` another's group."""
         engine = self._config.rollout.engine
         whole_for_engines = dtype is None and adapters is None
         return WeightExporter(
@@ -93,5 +99,5 @@ class PolicyExports:
             adapters=adapters,
             merged=merged,
             quantised=whole_for_engines and engine.quantization is not None,
-            sharing=getattr(self, "_whole", None),
+            sharing=sharing,
         )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from backends.megatron.convert.adapters import factor_rows
-from backends.megatron.convert.architecture import Architecture, weight_tensors
-from backends.megatron.convert.layout import owned_parameters
+from backends.megatron.convert.architecture import Architecture, model_entries
+from backends.megatron.convert.layout import owned_parameters, weight_specs
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.model.lora import Adapter, adapters, delta, named_factors
 from rlcore.config.sections.policy import LoraConfig
@@ -59,16 +59,10 @@ def exported(
     """
     if lora is not None:
         rows = factor_rows(arch, lora)
-        specs = [TensorSpec(entry.hf[0], shape, _name(dtype)) for entry, shape in rows]
+        name = str(dtype).removeprefix("torch.")
+        specs = [TensorSpec(entry.hf[0], shape, name) for entry, shape in rows]
         return Exported([entry for entry, _ in rows], specs, named_factors(chunks), {})
-    described = list(weight_tensors(arch, _name(dtype), head))
-    specs = [TensorSpec(name, shape, each) for _, name, shape, each in described]
     owned = owned_parameters(chunks, arch)
     held = {entry.megatron: param for entry, param, copy in owned if not copy}
     merging = {one.weight_name: one for one in adapters(chunks)} if merged else {}
-    entries = list(dict.fromkeys(entry for entry, *_ in described))
-    return Exported(entries, specs, held, merging)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Exported(model_entries(arch, head), weight_specs(arch, dtype, head), held, merging)

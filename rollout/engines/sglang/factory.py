@@ -13,6 +13,7 @@ from rlcore.config.derived import published_adapters
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError, ModelError
 from rlcore.hf_config.read import read_config
+from rollout.engines.checks import ExpertLayers
 from rollout.engines.child_process import Server
 from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.adapters import server_arguments
@@ -24,16 +25,12 @@ from rollout.engines.sglang.server_process import ManagedServer
 # Model types whose classes in SGLang have a separate head, whatever config.json says.
 UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
 
-
-# The keys of config.json with the number of routed experts.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
 def check_adapters_on_cpu(model: str, lora: LoraConfig) -> None:
     """Raise ConfigError for adapters that SGLang computes by Triton alone: those of experts."""
-    given = read_config(model)
-    if any(given.get(key) for key in EXPERTS) and not ATTENTION.issuperset(lora.targets):
+    if not ATTENTION.issuperset(lora.targets) and ExpertLayers.of(model) is not None:
         raise ConfigError(
             f"policy.lora.targets: got {', '.join(lora.targets)}, but on a CPU SGLang takes no"
             f" adapters of layers with experts: set them to {', '.join(sorted(ATTENTION))}, or"
