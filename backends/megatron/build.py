@@ -161,16 +161,20 @@ def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Mode
     """Build the trainable value model.
 
     It has the weights and head of `critic.path`, or the initial policy's weights and a fresh head.
+    With adapters these weights are the policy's own, of which there is no second copy.
     """
     critic = context.config.critic
     arch = context.other_architecture(critic.path, "critic.path")
     model = context.build(arch, value_head=True)
     if critic.path is None:
         # The two models have everything in common except their heads.
+        model.base = policy if context.config.policy.lora is not None else None
         for own, other in zip(model.chunks, policy.chunks):
             given = dict(named_weights(other))
             for name, weight in named_weights(own):
-                if name in given:
+                if name in given and model.base is not None:
+                    weight.data = given[name].data
+                elif name in given:
                     copy_weights([given[name]], [weight])
     else:
         context.load(model, arch, critic.path)
@@ -190,8 +194,7 @@ def build_frozen(
     """Build the reference model for KL, or the teacher. Call before training starts.
 
     The reference is `reference.path`, by default the current policy: a copy, or a copy of its
-    adapters. The teacher may have
-    any size, but has the policy's vocabulary and layout.
+    adapters. The teacher may have any size, but has the policy's vocabulary and layout.
 
     Raises:
         ConfigError: `teacher.path` is not given, or the policy's layout does not fit.

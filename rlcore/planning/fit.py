@@ -93,8 +93,12 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
             b * load.tokens / layout.context * width
         )
     for model in job.trained:
-        weights = model_weights(model, layout, load, stage)
+        weights = whole = model_weights(model, layout, load, stage)
         trained = model.trained(layout, stage) if model.adapters else weights
+        if model.shares_base:
+            # It is built with weights of its own, which it then gives up.
+            phases[f"{model.name} start"] = b * whole.total
+            weights = trained
         own = b * weights.total + gradient_bytes(trained)
         distributed = layout.distributed if model.distributed is None else model.distributed
         state = optimizer_bytes(trained, replace(layout, distributed=distributed), dtype_bytes=b)

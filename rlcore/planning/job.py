@@ -18,6 +18,7 @@ class Trained:
         distributed: overrides whether its optimizer is distributed; default: as the policy's.
         adapters: what is trained instead of the weights, which then have neither gradients nor an
             optimizer.
+        shares_base: its weights below the adapters are the policy's.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Trained:
     offload_optimizer: bool = False
     distributed: bool | None = None
     adapters: tuple[AdapterSize, ...] = ()
+    shares_base: bool = False
 
     @property
     def parameters(self) -> int:

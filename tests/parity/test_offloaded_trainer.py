@@ -21,6 +21,8 @@ ONE: list[dict[str, Any]] = [
     {"name": "offloaded_too", "plan": "uneven", "model": "qwen3", "offload": True,
      "offload_trained": True},
     {"name": "experts", "plan": "uneven", "model": "qwen3_moe"},
+    {"name": "adapters", "plan": "uneven", "model": "qwen3",
+     "lora": {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}},
 ]  # fmt: skip
 TWO: list[dict[str, Any]] = [
     {"name": "tp2_sp", "plan": "uneven", "model": "qwen3",

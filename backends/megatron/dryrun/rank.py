@@ -256,7 +256,8 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
             continue
         with model.on_device(training=model.optimizer is not None):
             parameters[name] = sum(p.numel() for p in model.parameters())
-            sizes[f"{name} weights"] = storage_bytes(iter(model.parameters()))
+            own = (p for p in model.parameters() if p.requires_grad or model.base is None)
+            sizes[f"{name} weights"] = storage_bytes(own)
             if model.optimizer is not None:
                 sizes[f"{name} gradients"] = storage_bytes(iter(model._gradients()))
                 with model.optimizer.state.on_device():

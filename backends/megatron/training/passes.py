@@ -51,6 +51,8 @@ class Model:
     chunks: list[GPTModel]  # unwrapped: for parameters, conversion, checkpoints
     modules: list[nn.Module]  # for calls: wrapped in Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None  # None: frozen
+    # The model whose frozen weights this one computes with, besides its own adapters and head.
+    base: Model | None = None
     # Both are empty while the model is being built.
     _offloadable_weights: list[OffloadedTensors] = field(default_factory=list)
     _offloadable_gradients: list[OffloadedTensors] = field(default_factory=list)
@@ -79,6 +81,8 @@ class Model:
     def on_device(self, *, training: bool = False) -> Iterator[Model]:
         """Inside, the weights are on the device; with `training` the gradient buffers are too."""
         with ExitStack() as stack:
+            if self.base is not None:
+                stack.enter_context(self.base.on_device())
             gradients = self._offloadable_gradients if training else []
             for tensors in (*self._offloadable_weights, *gradients):
                 stack.enter_context(tensors.on_device())
@@ -92,6 +96,8 @@ class Model:
         return [p for p in self.parameters() if p.requires_grad]
 
     def _frozen(self) -> list[Tensor]:
+        if self.base is not None:
+            return []
         trains = self.optimizer is not None
         return [p for p in self.parameters() if not (trains and p.requires_grad)]
 

@@ -282,6 +282,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
                 offload_optimizer=given.optimizer.offload,
                 distributed=given.optimizer.distributed,
                 adapters=adapter_sizes(config, own),
+                shares_base=policy.lora is not None and given.path is None,
             )
         )
     frozen: list[Frozen] = []
