@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import torch
 
+from backends.megatron.convert.adapters import adapted_layers
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.peft_folder import check_factors
 from backends.megatron.model.layers import layer_fields, layers_of
+from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
 from rlcore.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
-    """Refuse routing replay without experts, FP8 without its layers, and wrong Megatron fields.
+    """Refuse routing replay without experts, adapters of other models, and wrong Megatron fields.
 
     Megatron is imported only where `policy.megatron` has fields: the import takes seconds.
 
@@ -19,7 +27,7 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         device: "cpu" or "cuda"; None: the run will be on another machine, so checks that depend on
             the machine are skipped.
 
-    Raises ConfigError naming the key, the reason and a remedy.
+    Raises ConfigError, or ModelError for a folder, naming the key, the reason and a remedy.
     """
     policy = config.policy
     if policy.routing_replay != "none" and not arch.num_experts:
@@ -27,6 +35,19 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
             f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to"
             " none"
         )
+    if policy.lora is not None:
+        adapted_layers(arch, policy.lora)
+    for folder in read_policies(config.rollout.policies).values():
+        check_factors(folder, arch)
+        # A name on the hub, or a folder of another machine, cannot be compared.
+        base = Path(folder.base).resolve()
+        ours = [Path(path).resolve() for path in (config.model.path, policy.checkpoint) if path]
+        if folder.base and base.exists() and not {*ours} & {base, *base.parents}:
+            logger.warning(
+                "%s: %s was trained on %s, and this run's model is %s: unless the weights are the"
+                " same, it answers otherwise than it did",
+                *(folder.key, folder.path, folder.base, ours[-1]),
+            )
     layers = None if device is None else layers_of(config, device, latent=arch.latent_attention)
     if not policy.megatron:
         return

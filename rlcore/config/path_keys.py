@@ -21,7 +21,7 @@ from rlcore.errors import ConfigError
 def path_keys() -> dict[KeyPath, LeadsTo]:
     """Return every key that holds a path, or a list of paths, and what the path must lead to."""
     return {
-        (*path, name): leads_to
+        (*path, name, *([ANY] if typing.get_origin(field.annotation) is dict else [])): leads_to
         for path, section in sections().items()
         for name, field in section.model_fields.items()
         if field_section(field.annotation)[0] is None

@@ -52,6 +52,8 @@ class GenerateRequest:
 
     The address (seed, draw, sample, turn, token position) determines every random number.
 
+    With `policy`, the adapters of that name in `rollout.policies` answer, not the trained policy.
+
     With `prefixes`, the n samples continue these prefixes, and a completion holds only the new
     tokens. Positions and `max_new_tokens` count from the beginning of the response, as if it had
     never been interrupted.
@@ -65,6 +67,7 @@ class GenerateRequest:
     turn: int = 0
     seed: int = 0
     prefixes: tuple[Prefix, ...] = ()  # n prefixes or none; each shorter than max_new_tokens
+    policy: str | None = None
 
     @property
     def rid(self) -> str:

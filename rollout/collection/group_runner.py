@@ -392,7 +392,7 @@ def evaluation_runner(
         temperature=given.temperature,
         top_p=given.top_p,
     )
-    context = replace(context, sampling=sampling)
+    context = replace(context, sampling=sampling, policy=given.policy)
     return GroupRunner(config, dispatcher, scorer, context, part_of_a_group=True)
 
 
@@ -427,4 +427,5 @@ def _context(
         served=served,
         chat_kwargs=config.data.chat_template_kwargs,
         tool_parser=config.rollout.tool_parser,
+        policies=tuple(config.rollout.policies),
     )

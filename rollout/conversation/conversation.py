@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,6 +39,8 @@ class WorkflowContext:
     an estimator that needs it. Their requests differ by `seed` alone.
 
     Attributes:
+        policies: the names in `rollout.policies`.
+        policy: the one of them that answers; None: the trained one.
         context: tokens that the engine can hold, prompt and answers together.
         served: the running engines' own limit, which may be smaller; None: unknown.
         chat_kwargs: further variables of the chat template.
@@ -52,6 +55,8 @@ class WorkflowContext:
     served: Callable[[], int | None] = lambda: None
     chat_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str = "auto"
+    policies: tuple[str, ...] = ()
+    policy: str | None = None
 
     def conversation(
         self,
@@ -167,6 +172,11 @@ class Conversation:
         return self._shared.context.sampling
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """The names in `rollout.policies`, which may take a turn."""
+        return self._shared.context.policies
+
+    @property
     def tokens(self) -> NDArray[np.int32]:
         """The tokens of this branch so far, [T]: the prefix of the next request."""
         return self._tokens
@@ -177,13 +187,19 @@ class Conversation:
         return None if self._node is None else self._node.completion
 
     async def generate(
-        self, max_new_tokens: int | None = None, *, stop: Sequence[str] = ()
+        self,
+        max_new_tokens: int | None = None,
+        *,
+        stop: Sequence[str] = (),
+        policy: str | None = None,
     ) -> Reply:
         """Let the model take its turn.
 
         Args:
             max_new_tokens: limit of this turn, if smaller than the run's.
             stop: texts that end the turn, in addition to the run's.
+            policy: of `rollout.policies`: who takes the turn, which is not trained on; default: the
+                policy of the rollout.
 
         If a budget leaves no token, no request is made: the reply is empty, and its `finish_reason`
         names the budget ("context", "length" or "turns").
@@ -210,22 +226,19 @@ class Conversation:
             return Reply("", "", (), limit, 0)
         if size != asked or stop:
             sampling = replace(sampling, max_new_tokens=size, stop=(*sampling.stop, *stop))
+        other = policy is not None and policy != shared.context.policy
         request = GenerateRequest(
             self._tokens,
             sampling,
             shared.draw,
             first_sample=shared.index,
             turn=shared.tree.take_turn(),
-            seed=shared.context.seed,
+            seed=seed_of(shared.context.seed, policy if other else None),
+            policy=policy or shared.context.policy,
         )
         parent = self._node
         assert parent is not None
-        began = time.perf_counter()
-        (completion,) = await shared.generate(request)
-        self.measure("engine_s", time.perf_counter() - began)
-        if (cached := completion.cached_tokens) is not None:
-            self.measure("cached_tokens", cached)
-            self.measure("prefilled_tokens", len(request.prompt) - cached)
+        completion = await self._completed(request)
         reason = completion.finish_reason
         if reason == "length" and size == left:
             # the limit leaves no room for another turn
@@ -233,12 +246,23 @@ class Conversation:
         reply = self._read(completion.tokens)
         shared.made += len(completion.tokens)
         self._node = shared.tree.turn(parent, request.turn, completion, reply.message)
+        if other:
+            self._node.dropped = str(policy)
         shared.finish_reasons[self._node] = reason
         self._messages.append(reply.message)
         self._shared.aborted |= reason == "abort"
         self._tokens = np.concatenate([self._tokens, completion.tokens])
         self._sent = self._tokens
         return replace(reply, finish_reason=reason, tokens_left=self.tokens_left)
+
+    async def _completed(self, request: GenerateRequest) -> Completion:
+        began = time.perf_counter()
+        (completion,) = await self._shared.generate(request)
+        self.measure("engine_s", time.perf_counter() - began)
+        if (cached := completion.cached_tokens) is not None:
+            self.measure("cached_tokens", cached)
+            self.measure("prefilled_tokens", len(request.prompt) - cached)
+        return completion
 
     async def append(self, messages: Sequence[Message]) -> None:
         """Add messages after the model's turn: all results of tools at once, or other messages.
@@ -434,6 +458,11 @@ class Conversation:
                 "conversation: the next request does not begin with the tokens that the model was"
                 " sent and wrote; this is a bug in rlcore"
             )
+
+
+def seed_of(seed: int, policy: str | None) -> int:
+    """Return the seed of a policy's turns, which may have the address of another policy's."""
+    return seed if policy is None else seed + zlib.crc32(policy.encode())
 
 
 def _no_chat(what: str) -> ConfigError:

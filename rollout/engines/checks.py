@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,15 +135,26 @@ def check_vocabulary(folder: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_request(
-    request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str
+    request: GenerateRequest,
+    *,
+    vocab_size: int,
+    total_tokens: int,
+    limit: str,
+    policies: Collection[str] = (),
 ) -> None:
     """Raise UserError for a request that would otherwise fail deep inside the model.
 
     Args:
         total_tokens: the most tokens of prompt and response together.
         limit: the source of `total_tokens`, for the message.
+        policies: the names in `rollout.policies`, which the engine serves.
     """
     what = f"draw {request.draw}"
+    if request.policy is not None and request.policy not in policies:
+        known = ", ".join(sorted(policies)) or "none"
+        raise UserError(
+            f"{what}: asks for the policy {request.policy!r}, but rollout.policies has {known}"
+        )
     sampling = request.sampling
     prompt = np.asarray(request.prompt)
     wanted = sampling.max_new_tokens

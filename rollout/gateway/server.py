@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_body
+from rlcore.config.sections.rollout import TRAINED
 from rlcore.deadlines import GATEWAY_CLOSES_S, GATEWAY_STARTS_S
 from rlcore.errors import RunFailed
 from rollout.asyncio_utils import within
 from rollout.conversation.conversation import Conversation
-from rollout.gateway.sessions import MODEL, OVER, Session
+from rollout.gateway.sessions import OVER, Session
 from rollout.gateway.wire import JSON, Refused, answer_body, model_list, read_request
 
 BODY_BYTES = 64 << 20  # limit of a request's body
 ATTEMPT_DIGITS = 4  # limit of digits in a client's attempt number
 SCHEME = "Bearer "
-METHODS = {"/v1/chat/completions": "POST", "/v1/models": "GET", f"/v1/models/{MODEL}": "GET"}
+MODELS = "/v1/models"
+METHODS = {"/v1/chat/completions": "POST", MODELS: "GET"}
 NO_RETRY = {"x-should-retry": "false"}  # a repeated request would fail again
 
 
@@ -63,7 +65,7 @@ class Gateway:
         )
         session = Session(conversation, self._prefix + secrets.token_hex(16))
         self._sessions[session.key] = session
-        return session, Endpoint(f"http://127.0.0.1:{port}/v1", session.key, MODEL)
+        return session, Endpoint(f"http://127.0.0.1:{port}/v1", session.key, TRAINED)
 
     async def close(self, session: Session, *, drain: bool) -> None:
         """End a session and refuse its key from now on. See `Session.close`."""
@@ -98,6 +100,9 @@ class Gateway:
         """The body of the answer and its content type."""
         session = self._session(request.headers)
         path = request.path
+        one = path.removeprefix(f"{MODELS}/")
+        if one in session.models:
+            path = MODELS
         if path not in METHODS:
             raise Refused(
                 404,
@@ -107,13 +112,13 @@ class Gateway:
         if request.method != METHODS[path]:
             raise Refused(405, f"{path} takes {METHODS[path]}, got {request.method}")
         if request.method == "GET":
-            ids = [MODEL] if path == "/v1/models" else []
-            return model_list(MODEL, self._created, ids), JSON
+            known = one if one in session.models else None
+            return model_list(self._created, session.models, known), JSON
         try:
             body = await read_body(request, BODY_BYTES)
         except BodyRefused as refused:
             raise Refused(refused.status, str(refused)) from refused
-        asked = read_request(body, model=MODEL, held=session.held)
+        asked = read_request(body, models=session.models, held=session.held)
         answer = await session.answer(body, asked, _attempt(request.headers))
         return answer_body(answer, asked, self._decode)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from rlcore.config.sections.rollout import TRAINED
 from rlcore.data.messages import Message
 from rlcore.deadlines import CANCEL_S
 from rlcore.errors import ConfigError, DataError, ModelError, UserError
@@ -19,7 +20,6 @@ from rollout.conversation.reply_parser import as_json
 from rollout.gateway.matching import Matcher, answered
 from rollout.gateway.wire import Answer, ChatRequest, Refused, held_values
 
-MODEL = "policy"  # name of the model in every run
 OVER = "the rollout that this key belongs to is over"
 
 
@@ -55,6 +55,7 @@ class Session:
     def __post_init__(self) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.held = held_values(self.conversation.sampling)
+        self.models = {TRAINED: None, **{name: name for name in self.conversation.policies}}
         self._matcher = Matcher(self.conversation)
 
     @property
@@ -126,7 +127,9 @@ class Session:
         try:
             state, point = await self._matcher.branch(request.messages, request.tools)
             conversation = state.conversation
-            reply = await conversation.generate(request.limit, stop=request.stop)
+            reply = await conversation.generate(
+                request.limit, stop=request.stop, policy=request.policy
+            )
         except DataError as error:
             # for example messages that the chat template refuses
             raise Refused(400, str(error), param="messages") from error
@@ -161,7 +164,7 @@ class Session:
         return Answer(
             id=f"chatcmpl-{self.key[-8:]}-{self.model_calls}",
             created=int(time.time()),
-            model=MODEL,
+            model=request.policy or TRAINED,
             message=message,
             finish_reason=reason,
             prompt=tokens[: len(tokens) - size],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -92,6 +92,8 @@ class ChatRequest(BaseModel):
     stream_options: dict[str, Any] = Field(default_factory=dict)
     logprobs: bool = False
     return_token_ids: bool = False
+    # By the name of the model.
+    policy: str | None = None
 
     @field_validator("tools")
     @classmethod
@@ -142,8 +144,13 @@ def held_values(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatRequest:
-    """Read the body of a request for the only `model`; for `held` see `held_values`.
+def read_request(
+    body: bytes, *, models: Mapping[str, str | None], held: Mapping[str, Any]
+) -> ChatRequest:
+    """Read the body of a request; for `held` see `held_values`.
+
+    Args:
+        models: the policy of `rollout.policies` behind a name; None: the trained one.
 
     Raises:
         Refused: the body is malformed or asks for what the run does not do; names the key.
@@ -158,15 +165,15 @@ def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatReq
     asked = given.pop("model", None)
     for key in [key for key in given if key not in EXPECTED and key not in HARMLESS]:
         _check_held(key, given.pop(key), held)
-    if asked != model:
+    if asked not in models:
         raise Refused(
             404,
-            f"there is no model {asked!r} here, only {model!r}, which is being trained",
+            f"there is no model {asked!r} here, only {', '.join(map(repr, models))}",
             param="model",
             code="model_not_found",
         )
     try:
-        request = ChatRequest.model_validate(given)
+        request = ChatRequest.model_validate({**given, "policy": models[asked]})
         check_tools(request.tools)
     except ValidationError as error:
         key = str(error.errors()[0]["loc"][0])
@@ -238,13 +245,13 @@ def answer_body(
     return b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]")), EVENTS
 
 
-def model_list(model: str, created: int, ids: Sequence[str]) -> bytes:
-    """The body of `GET /v1/models`, or of a single model if `ids` is empty."""
+def model_list(created: int, models: Collection[str], one: str | None = None) -> bytes:
+    """The body of `GET /v1/models`, or of a single model."""
     cards = [
         {"id": name, "object": "model", "created": created, "owned_by": "rlcore"}
-        for name in ids or [model]
+        for name in ([one] if one else models)
     ]
-    return orjson.dumps({"object": "list", "data": cards} if ids else cards[0])
+    return orjson.dumps(cards[0] if one else {"object": "list", "data": cards})
 
 
 def _logprobs(answer: Answer, token_text: Callable[[int], str]) -> dict[str, Any]:

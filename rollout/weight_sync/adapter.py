@@ -57,13 +57,17 @@ class AdapterSender(BucketSender):
 
     def pack(self, bucket: Bucket, flat: Tensor) -> str:
         """Return a `PackedAdapter` as JSON."""
-        factors = dict(bucket.views(flat.detach().cpu().clone()))
-        rank = max(rank_of(name, factor) for name, factor in factors.items())
-        tensors = in_rank(rank, factors)
-        checksums = {
-            name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors.items()
-        }
-        return json.dumps(asdict(PackedAdapter(encode(pickle.dumps(tensors)), rank, checksums)))
+        return json.dumps(asdict(pack(dict(bucket.views(flat.detach().cpu().clone())))))
+
+
+def pack(factors: Mapping[str, Tensor]) -> PackedAdapter:
+    """Pack factors by `<matrix>.lora_A.weight` and `lora_B`."""
+    rank = max(rank_of(name, factor) for name, factor in factors.items())
+    tensors = in_rank(rank, factors)
+    checksums = {
+        name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors.items()
+    }
+    return PackedAdapter(encode(pickle.dumps(tensors)), rank, checksums)
 
 
 def rank_of(name: str, factor: Tensor) -> int:

@@ -19,7 +19,12 @@ class SingleTurn:
         """See `rlcore.interfaces.Workflow`."""
         context = self._context
         request = GenerateRequest(
-            prompt.tokens, context.sampling, draw, n=context.samples_per_prompt, seed=context.seed
+            prompt.tokens,
+            context.sampling,
+            draw,
+            n=context.samples_per_prompt,
+            seed=context.seed,
+            policy=context.policy,
         )
         return [
             make_sample(prompt, draw, i, completion)

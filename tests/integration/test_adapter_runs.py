@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rlcore.config.evaluation_sets import SET_KEY
+from rlcore.data.sample import Sample
+from rlcore.runs.rollouts import read_rollouts
 from tests.integration.accounting_checks import samples_of
 from tests.integration.hf_logprobs import logprobs
-from tests.integration.workspace import LEARNING, Run, Workspace
+from tests.integration.workspace import LEARNING, ROOT, Run, Workspace
 
 GIVEN = (
     *LEARNING,
@@ -20,6 +23,11 @@ GIVEN = (
     "checkpoint.every=1",
     "checkpoint.keep=9",
 )
+
+
+def evaluated(run: Run, step: int) -> list[Sample]:
+    path = run.folder / "evaluations" / f"step_{step:06d}.parquet"
+    return [Sample.from_record(record) for record in read_rollouts(path)]
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +133,71 @@ def test_a_target_that_is_not_there_is_refused(workspace: Workspace) -> None:
     assert refused.code == 2
     assert "'query_proj'" in refused.err
     assert "q_proj" in refused.err
+
+
+@pytest.mark.parametrize("service", ["in_process", "process"])
+def test_an_earlier_policy_drafts_and_the_trained_one_learns_from_its_own_answer(
+    workspace: Workspace, run: Run, monkeypatch: pytest.MonkeyPatch, service: str
+) -> None:
+    """examples/addition/revise.yaml: each token is of the policy that was named, none else."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "addition"))
+    revised = workspace.train(
+        f"revised {service}",
+        *GIVEN,
+        f"rollout.policies.earlier={run.folder / 'hf'}",
+        "rollout.workflow={name: 'revise:Revise', draft: earlier}",
+        f"rollout.service={service}",
+        f"evaluation.sets={{drafts: {{paths: [{workspace.folder / 'data' / 'heldout.jsonl'}],"
+        " policy: earlier, workflow: single_turn, max_prompts: 4}}",
+        "training.steps=2",
+    )
+    assert revised.code == 0, revised.err
+    assert not revised.lines("was trained on")
+    earlier = merged(workspace, run, 3)
+    for step in (1, 2):
+        samples = samples_of(revised, step)
+        own = logprobs(merged(workspace, revised, step - 1), samples)
+        for sample, expected in zip(samples, own, strict=True):
+            found = torch.from_numpy(sample.rollout_logprobs).double()
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        row = revised.rows[step]
+        assert row["conversation/turns"] == 2
+        assert row["conversation/untrained_earlier"] > 0
+        assert row["rollout/train_rollout_logprob_diff_max"] < 1e-4
+    scores = [row["eval/drafts/score"] for row in revised.metrics if "eval/drafts/score" in row]
+    assert len(scores) == 2, "before the first step and after the last"
+    assert scores[0] == scores[1], "nothing trains it"
+    drafts = [s for s in evaluated(revised, 2) if s.metadata[SET_KEY] == "drafts"]
+    assert len(drafts) == 4
+    for sample, expected in zip(drafts, logprobs(earlier, drafts), strict=True):
+        found = torch.from_numpy(sample.rollout_logprobs).double()
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_policies_without_adapters_or_of_another_shape_are_refused(
+    workspace: Workspace, run: Run, tmp_path: Path
+) -> None:
+    policies = f"rollout.policies.earlier={run.folder / 'hf'}"
+    wrong = workspace.train("policies of whole weights", *LEARNING, policies)
+    assert (wrong.code, wrong.lines("rollout.policies: ")) != (0, [])
+    unknown = workspace.train(
+        "policies unknown", *GIVEN, "evaluation.sets={a: {paths: [x], policy: b}}"
+    )
+    assert unknown.lines("got 'b', but rollout.policies has none")
+    shutil.copytree(workspace.model, tmp_path / "copy")
+    given = (f"model.path={tmp_path / 'copy'}", "training.steps=1", policies)
+    other = workspace.train("policies on another base", *GIVEN, *given)
+    assert other.lines("was trained on") != []
+    half = tmp_path / "half"
+    shutil.copytree(run.folder / "hf", half)
+    tensors = load_file(half / "adapter_model.safetensors")
+    name = next(name for name in tensors if ".lora_B." in name)
+    for content in (
+        {key: value for key, value in tensors.items() if key != name},
+        {**tensors, name: tensors[name][:-1].contiguous()},
+        {**tensors, name.replace("layers.0", "layers.7"): tensors[name].clone()},
+    ):
+        save_file(content, half / "adapter_model.safetensors")
+        refused = workspace.train("half a policy", *GIVEN, f"rollout.policies.earlier={half}")
+        assert refused.code == 2
+        assert refused.lines("rollout.policies.earlier: ")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from server_kit import Served
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
 from rlcore.config.derived import published_adapters
 from rlcore.config.sections.policy import LoraConfig
@@ -46,13 +48,14 @@ def run_config(
     *,
     on_update: str = "drain",
     lora: LoraConfig | None = None,
+    policies: Mapping[str, str] = MappingProxyType({}),
     **changes: Any,
 ) -> Config:
     settings = engine.model_dump() | {"health_timeout_s": 60.0} | changes
     return Config.model_validate({
         "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": folder, "dtype": "fp32"},
         "data": {"paths": "none.jsonl"}, "training": {"steps": 1}, "policy": {"lora": lora},
-        "rollout": {"engine": settings, "on_update": on_update},
+        "rollout": {"engine": settings, "on_update": on_update, "policies": policies},
     })  # fmt: skip
 
 
@@ -69,6 +72,7 @@ def connect(
         model_path=model,
         tls=config.cluster.tls,
         lora=published_adapters(config),
+        policies=read_policies(config.rollout.policies),
     )
     loop.call(connected.start(), seconds=60, what="connecting to the server")
     return connected

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +27,51 @@ from publication_kit import (
     random_weights,
     request,
 )
+from safetensors.torch import save_file
 from server_kit import Served, serving
 
+from rlcore.adapter_folder import ADAPTER_FILE, SETTINGS_FILE, AdapterFolder, read_policies
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.data.generation import Completion
 from rlcore.data.sample import VersionSpan
-from rlcore.errors import RunFailed
-from rlcore.weights import Bucket, cut_buckets
+from rlcore.errors import RunFailed, UserError
+from rlcore.weights import PEFT_PREFIX, Bucket, cut_buckets
 from rollout.engines.sglang.adapters import server_arguments
 from rollout.engines.sglang.engine import SGLangEngine
 
-TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = ["q_proj", "v_proj", "o_proj"]
+TARGETS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 LORA = LoraConfig(rank=4, alpha=6.0, targets=TARGETS)
 SEED = 50
 
 
 @pytest.fixture(scope="module")
-def adapting(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def earlier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A frozen policy of another rank and other targets: a PEFT folder."""
+    folder = tmp_path_factory.mktemp("earlier")
+    factors = adapters(folder_weights(tiny_model), SEED)
+    own = {PEFT_PREFIX + name: f.clone() for name, f in factors.items() if "self_attn" in name}
+    save_file(own, folder / ADAPTER_FILE)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": LORA.alpha, "target_modules": ATTENTION}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapting(
+    tiny_model: Path, earlier: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("adapting") / "server.log"
-    with serving(tiny_model, log, server=server_arguments(LORA, "cpu")) as served:
+    policies = read_policies({"earlier": str(earlier)}).values()
+    with serving(tiny_model, log, server=server_arguments(LORA, "cpu", policies)) as served:
         yield served
 
 
 @pytest.fixture
-def client(adapting: Served, tmp_path: Path) -> Iterator[Client]:
+def client(adapting: Served, earlier: Path, tmp_path: Path) -> Iterator[Client]:
     """Another trainer of the server: it publishes the base again."""
-    with publishing(adapting, tmp_path, lora=LORA) as client:
+    policies = {"earlier": str(earlier)}
+    with publishing(adapting, tmp_path, lora=LORA, policies=policies) as client:
         yield client
 
 
@@ -121,11 +142,36 @@ def test_ten_versions_over_one_base(adapting: Served, client: Client) -> None:
             completion = generate(adapting, client.engine, draw=draw)
             assert completion.versions == (VersionSpan(version, 0, 12),)
             assert oracle.errors(PROMPT, completion).max() < TOLERANCE
-        assert {name.split(".")[0] for name in loaded(adapting, client.engine)} <= {
-            f"policy-{v}" for v in (version - 1, version)
-        }
+        names = {name.split(".")[0] for name in loaded(adapting, client.engine)}
+        assert names <= {"policy-earlier", f"policy-{version - 1}", f"policy-{version}"}
         sizes.append(memory(adapting))
     assert sizes[-1] < 1.1 * sizes[2]
+
+
+def test_a_frozen_policy_answers_beside_every_version(
+    adapting: Served, client: Client, earlier: Path
+) -> None:
+    """It is loaded once for a base, and no request of one policy sees another's keys and values."""
+    engine = client.engine
+    frozen = AdapterFolder.read(str(earlier), "rollout.policies.earlier").factors()
+    base = random_weights(adapting.model, SEED)
+    publish_base(client, base)
+    oracle = Oracle(adapting.model, merged(base, frozen))
+    for version in (1, 2):
+        factors = adapters(base, version)
+        publish_adapters(client, factors, version)
+        asked = [request(), replace(request(), policy="earlier", draw=1), request(draw=2)]
+        own, other, again = adapting.call(engine.generate(asked))
+        assert oracle.errors(PROMPT, other[0]).max() < TOLERANCE
+        trained = Oracle(adapting.model, merged(base, factors))
+        for completion in (*own, *again):
+            assert trained.errors(PROMPT, completion).max() < TOLERANCE
+    names = [name.split(".")[0] for name in loaded(adapting, engine)]
+    assert names.count("policy-earlier") == 1
+    with pytest.raises(
+        UserError, match=r"asks for the policy 'later', but rollout\.policies has ear"
+    ):
+        adapting.call(engine.generate([replace(request(), policy="later")]))
 
 
 def memory(served: Served) -> int:

@@ -138,7 +138,7 @@ def test_a_prompt_in_the_cache_changes_nothing(asked: Asked) -> None:
 def test_samples_compute_a_long_prompt_once_and_keys_of_the_cache_part_them(asked: Asked) -> None:
     prompt = (LONG + 1) % 31  # nobody has asked for it
     shared = request(prompt, n=2)
-    asked.served.call(asked.generation.one(shared, cache_key="7"))
+    asked.served.call(asked.generation.one(shared, Under("7")))
 
     def cached(key: str) -> list[int]:
         answer = asked.served.call(asked.client.post("/generate", encode(shared, key, Under(key))))

@@ -28,6 +28,7 @@ from server_kit import Served
 
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
 from rlcore.interfaces import RankAddress
+from rollout.engines.sglang.generation import Under
 from rollout.weight_sync.distributed import DistributedTransport
 from rollout.weight_sync.sender import GroupSender
 from rollout.weight_sync.tensor import by_value
@@ -72,7 +73,7 @@ def test_without_a_key_of_its_version_a_cached_prefix_would_be_stale(
     new = Oracle(served.model, random_weights(served.model, 2))
     generation = engine._generation
     assert generation is not None
-    [stale] = served.call(generation.one(request(LONG), cache_key="10"))
+    [stale] = served.call(generation.one(request(LONG), Under("10")))
     assert new.errors(LONG, stale).max() > 0.1
     assert new.errors(LONG, generate(served, engine, prompt=LONG)).max() < TOLERANCE
 

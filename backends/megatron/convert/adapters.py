@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from backends.megatron.convert.architecture import Architecture, hf_shapes
@@ -38,9 +39,7 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
         expert_rank = max(config.rank // chosen, 1)
     found: dict[str, Adapted] = {}
     known: set[str] = set()
-    for entry in arch.entries():
-        if entry.split not in _LINEAR or not entry.megatron.endswith(".weight"):
-            continue
+    for entry in linear_entries(arch):
         known.update(map(target_name, entry.hf))
         rank = config.rank if entry.expert is None else expert_rank
         pieces = tuple(
@@ -62,6 +61,13 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
             f" experts {expert_rank}"
         )
     return found
+
+
+def linear_entries(arch: Architecture) -> Iterator[Entry]:
+    """The weights that can have adapters, in the order of a forward pass."""
+    for entry in arch.entries():
+        if entry.split in _LINEAR and entry.megatron.endswith(".weight"):
+            yield entry
 
 
 def target_name(tensor: str) -> str:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, hf_shapes
 from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
-from backends.megatron.convert.peft_folder import ADAPTER_FILE, check_settings
+from backends.megatron.convert.peft_folder import check_settings
 from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
 from backends.megatron.parallel.state import ParallelState
+from rlcore.adapter_folder import ADAPTER_FILE
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.weights import PEFT_PREFIX

@@ -1,34 +1,20 @@
-"""The settings of a PEFT folder: adapter_config.json beside adapter_model.safetensors.
-
-Imports neither torch nor Megatron.
-"""
+"""The settings of a PEFT folder with the adapters of a run. Does not import Megatron."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from backends.megatron.convert.adapters import ALL_LINEAR, adapted_layers, target_name
-from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.adapters import (
+    ALL_LINEAR,
+    adapted_layers,
+    linear_entries,
+    target_name,
+)
+from backends.megatron.convert.architecture import Architecture, hf_shapes
+from rlcore.adapter_folder import SETTINGS_FILE, AdapterFolder, read_settings
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
-
-SETTINGS_FILE = "adapter_config.json"
-ADAPTER_FILE = "adapter_model.safetensors"
-
-# Settings that change what an adapter computes, with the only value that we have.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "target_parameters": (None, []),
-}
 
 
 def settings(arch: Architecture, config: LoraConfig, base: Path) -> dict[str, Any]:
@@ -63,17 +49,7 @@ def settings(arch: Architecture, config: LoraConfig, base: Path) -> dict[str, An
 def check_settings(folder: Path, config: LoraConfig, arch: Architecture) -> None:
     """Raise ModelError unless a folder has adapters such as the run's."""
     path = folder / SETTINGS_FILE
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"policy.lora.path: {path} cannot be read: {error}") from error
-    if not isinstance(given, dict):
-        raise ModelError(f"policy.lora.path: {path} has no settings: expected a JSON object")
-    for key, allowed in _FIXED.items():
-        if given.get(key, allowed[0]) not in allowed:
-            raise ModelError(
-                f"policy.lora.path: {path} has {key} {given[key]!r}, expected {allowed[0]!r}"
-            )
+    given = read_settings(folder, "policy.lora.path")
     wanted = settings(arch, config, arch.folder)
     for key, ours in (("r", "rank"), ("lora_alpha", "alpha"), ("rank_pattern", "expert_rank")):
         if given.get(key, wanted[key]) != wanted[key]:
@@ -92,3 +68,35 @@ def check_settings(folder: Path, config: LoraConfig, arch: Architecture) -> None
             f"policy.lora.path: {path} has the pattern {targets!r} as target_modules, expected a"
             " list of names"
         )
+
+
+def check_factors(adapters: AdapterFolder, arch: Architecture) -> None:
+    """Raise ModelError unless every factor of a folder fits a matrix of the model and has its pair.
+
+    An engine takes half an adapter without a word.
+    """
+    shapes = {
+        name.removesuffix(".weight"): shape
+        for entry in linear_entries(arch)
+        for name, shape in zip(entry.hf, hf_shapes(arch, entry))
+    }
+    found = {name: tuple(factor.shape) for name, factor in adapters.factors().items()}
+    if not found:
+        raise ModelError(f"{adapters.key}: {adapters.path} has no adapters")
+    for name, shape in found.items():
+        module, _, factor = name.rpartition(".lora_")
+        other = found.get(f"{module}.lora_{'B' if factor.startswith('A') else 'A'}.weight")
+        if module not in shapes:
+            raise ModelError(
+                f"{adapters.key}: {adapters.path} has {name}, but {arch.family} has no linear layer"
+                f" {module}"
+            )
+        if other is None:
+            raise ModelError(f"{adapters.key}: {adapters.path} has {name} without its other factor")
+        out, width = shapes[module]
+        a, b = (shape, other) if factor.startswith("A") else (other, shape)
+        if a[1:] != (width,) or b[:1] != (out,) or a[0] != b[1]:
+            raise ModelError(
+                f"{adapters.key}: {adapters.path} has factors {a} and {b} of {module}, whose shape"
+                f" is {(out, width)}"
+            )

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.peft_folder import ADAPTER_FILE, SETTINGS_FILE, settings
+from backends.megatron.convert.peft_folder import settings
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.weights.export import WeightExporter
+from rlcore.adapter_folder import ADAPTER_FILE, SETTINGS_FILE
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError, RunFailed
 from rlcore.hf_folder import write_json

@@ -35,7 +35,7 @@ CHECKS: tuple[Check, ...] = (
     *(rollout.staleness, rollout.curriculum),
     *(training.ray_launcher, training.debugging, training.data),
     *(reward.graders, reward.keys_over_tls),
-    *(rollout.evaluation, rollout.best_checkpoint),
+    *(rollout.policies, rollout.evaluation, rollout.best_checkpoint),
 )
 
 NOTES: tuple[Check, ...] = (

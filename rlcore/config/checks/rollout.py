@@ -10,6 +10,7 @@ from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets, set_of
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardPartConfig
+from rlcore.config.sections.rollout import TRAINED
 from rlcore.config.sections.root import Config
 
 # Matches the metrics that are a bound of an interval.
@@ -175,6 +176,19 @@ def _at(one: EvaluationSet) -> list[str]:
     own += [f"pass@{k}" for k in one.k]
     own += [f"maj@{k}" for k in one.k if k > 1]
     return [one.prefix + name for name in own]
+
+
+def policies(config: Config) -> Found:
+    """Frozen policies have names that metrics can carry, and sets name those that exist."""
+    known = config.rollout.policies
+    for name in known:
+        if not _NAME.fullmatch(name) or name == TRAINED:
+            message = f"expected a name of letters, digits, _, + and -, and not {TRAINED!r}"
+            yield f"rollout.policies.{name}", f"{message}, which is the trained one"
+    for one in evaluation_sets(config):
+        if one.policy is not None and one.policy not in known:
+            there = ", ".join(sorted(known)) or "none"
+            yield f"{one.key}.policy", f"got {one.policy!r}, but rollout.policies has {there}"
 
 
 def evaluation_notes(config: Config) -> Found:

@@ -11,6 +11,7 @@ from rlcore.config.derived import (
     gpus_per_node,
     model_parallel_size,
     pack_multiple,
+    published_adapters,
     updates_per_step,
 )
 from rlcore.config.engine_registry import is_import_path
@@ -168,6 +169,9 @@ def fp8(config: Config) -> Found:
 def adapters(config: Config) -> Found:
     """Adapters have layers that compute them, and engines that take them."""
     lora = config.policy.lora
+    if config.rollout.policies and published_adapters(config) is None:
+        message = "engines serve them beside the adapters of the trained policy: set policy.lora"
+        yield "rollout.policies", f"{message}, with merged: false, or leave them out"
     if lora is None:
         return
     if config.policy.fp8 is not None:

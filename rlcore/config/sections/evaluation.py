@@ -58,6 +58,8 @@ class EvaluationSetConfig(Entry, EvaluationSettings):
     """The reward of this set; default: the run's."""
     workflow: WorkflowConfig | None = None
     """The workflow of this set; default: the run's."""
+    policy: str | None = None
+    """The policy of `rollout.policies` that this set evaluates; default: the trained one."""
 
     _one_or_no_path = field_validator("paths", mode="before")(_listed)
     _a_text_is_a_name = field_validator("workflow", mode="before")(a_text_is_a_name)

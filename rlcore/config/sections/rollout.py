@@ -16,6 +16,7 @@ from pydantic import (
 
 from rlcore.config.engine_registry import check_name
 from rlcore.config.sections.base import (
+    AdapterPath,
     ListPath,
     OutputPath,
     Plugin,
@@ -175,6 +176,10 @@ class WorkflowConfig(Plugin):
     """Where the chat template changes earlier turns: keep them as written, or begin a sample."""
 
 
+# The name of the trained policy, where a program names the policy that answers.
+TRAINED = "policy"
+
+
 class RolloutConfig(Section):
     """Generation: engines, the size of a step, sampling, workflow, staleness."""
 
@@ -188,6 +193,9 @@ class RolloutConfig(Section):
     """Samples of one prompt: the size of a group."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
+    policies: dict[str, AdapterPath] = Field(default_factory=dict)
+    """Frozen policies by name: PEFT folders on the run's model, which engines serve beside the
+    trained one. A workflow or an evaluation set names the policy that answers."""
     tool_parser: ToolParser = "auto"
     """The format of tool calls, by SGLang's names; default: from tokenizer or chat template."""
     max_staleness: NonNegativeInt = 0

@@ -8,12 +8,14 @@ are added to a copy of the weights, in fp32 alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rlcore.adapter_folder import AdapterFolder
 from rlcore.errors import ModelError
 from rlcore.weights import FACTORS, TensorSpec
 
@@ -25,15 +27,32 @@ class Adapters:
         weights: the model's weights by their published names.
         linears: its linear layers, by the published names of their weights.
         alpha: a product counts alpha / rank times.
+        frozen: other policies on the same weights, by name.
+
+    Raises ModelError for a frozen policy with adapters of experts.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], linears: Mapping[str, nn.Module], alpha: float
+        self,
+        weights: Mapping[str, Tensor],
+        linears: Mapping[str, nn.Module],
+        alpha: float,
+        frozen: Mapping[str, AdapterFolder] = MappingProxyType({}),
     ) -> None:
         self._weights = weights
         self._linears = linears
         self._alpha = alpha
         self.factors: dict[str, Tensor] = {}
+        # The name of the policy that computes; None: the trained one.
+        self.policy: str | None = None
+        self._frozen: dict[str, tuple[dict[str, Tensor], float]] = {}
+        for name, folder in frozen.items():
+            factors = {
+                factor: tensor.to(next(iter(weights.values())))
+                for factor, tensor in folder.factors().items()
+            }
+            self._frozen[name] = factors, folder.alpha
+            self._attach(factors)
         # Of matrices in a stack of experts: as they were published.
         self._plain: dict[str, Tensor] = {}
 
@@ -61,15 +80,21 @@ class Adapters:
                 self.factors[name] = weight.new_empty(spec.shape)
         for name in self.factors.keys() - given.keys():
             del self.factors[name]
-        self._attach()
+        self._attach(self.factors)
 
-    def _attach(self) -> None:
-        for name in self.modules():
+    def _attach(self, factors: Mapping[str, Tensor]) -> None:
+        for name in modules(factors):
             weight = f"{name}.weight"
             layer: Any = self._linears.get(weight)
             if layer is not None:
                 if not hasattr(layer, "rlcore_adapter"):
                     layer.rlcore_adapter = layer.register_forward_hook(self._hook(name))
+            elif self._frozen:
+                raise ModelError(
+                    f"{weight}: the embedded engine merges the adapters of experts, so it cannot"
+                    " serve rollout.policies beside them: leave experts out of the targets, or use"
+                    " rollout.engine.kind: sglang"
+                )
             elif weight not in self._plain:
                 tensor = self._weights[weight]
                 if tensor.dtype != torch.float32:
@@ -80,17 +105,15 @@ class Adapters:
                     )
                 self._plain[weight] = tensor.clone()
 
-    def modules(self) -> set[str]:
-        """The names of the adapted matrices, without `.weight`."""
-        return {name.removesuffix(FACTORS[0]) for name in self.factors if name.endswith(FACTORS[0])}
-
     def _hook(self, name: str) -> Any:
         def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            a = self.factors.get(name + FACTORS[0])
+            own = (self.factors, self._alpha)
+            factors, alpha = own if self.policy is None else self._frozen[self.policy]
+            a = factors.get(name + FACTORS[0])
             if a is None:
                 return output
-            low = linear(inputs[0], a) * (self._alpha / a.shape[0])
-            return output + linear(low, self.factors[name + FACTORS[1]])
+            low = linear(inputs[0], a) * (alpha / a.shape[0])
+            return output + linear(low, factors[name + FACTORS[1]])
 
         return add
 
@@ -107,6 +130,11 @@ class Adapters:
             self._weights[weight].copy_(plain + product)
 
     def forget(self) -> None:
-        """Drop all factors: whole weights are on their way."""
+        """Drop the trained policy's factors: whole weights are on their way."""
         self.factors.clear()
         self._plain.clear()
+
+
+def modules(factors: Mapping[str, Tensor]) -> set[str]:
+    """The names of the adapted matrices, without `.weight`."""
+    return {name.removesuffix(FACTORS[0]) for name in factors if name.endswith(FACTORS[0])}

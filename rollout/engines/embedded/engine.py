@@ -2,9 +2,9 @@
 
 Order. Calls of `generate` run one after the other, in the order in which they were made, and each
 is decoded by itself: requests of different calls never share a batch. Inside a call the requests
-are sorted by (draw, first sample, turn, seed) and cut into chunks of `max_batch` responses in that
-order. So the batches, and with them every last bit of the result, depend on what was asked in one
-call and never on timing: hand over a whole step in one call.
+are sorted by (draw, first sample, turn, seed) and cut into chunks of `max_batch` responses of one
+policy in that order. So the batches, and with them every last bit of the result, depend on what was
+asked in one call and never on timing: hand over a whole step in one call.
 
 Threads. The event loop only waits. Decoding runs on the worker thread; weights are copied on
 another, while the worker is idle or held at the pause gate.
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -180,6 +181,8 @@ class EmbeddedEngine:
         dtype: "fp32" or "bf16"; `config.dtype` overrides it.
         tokenizer: folder of the tokenizer, read when a request has stop strings; default
             `model_path`.
+        alpha: `policy.lora.alpha` of a run that publishes adapters.
+        policies: `rollout.policies`.
     """
 
     transports: tuple[str, ...] = ("copy",)
@@ -192,10 +195,12 @@ class EmbeddedEngine:
         dtype: str = "bf16",
         tokenizer: str | None = None,
         alpha: float | None = None,
+        policies: Mapping[str, str] = MappingProxyType({}),
         name: str = "engine-0",
     ) -> None:
         self.name = name
         self.alpha = alpha
+        self.policies = policies
         self.config = config
         self.managed = True
         self.ended = None
@@ -229,7 +234,7 @@ class EmbeddedEngine:
 
     def _build(self) -> None:
         self._model = CausalLM(self.model_path, device=self.device, dtype=self.dtype)
-        self._weights = ModelWeights(self.name, self._model.module, self.alpha)
+        self._weights = ModelWeights(self.name, self._model.module, self.alpha, self.policies)
 
     async def close(self) -> None:
         """Fail requests in flight with RunFailed at their next token, and end the worker.
@@ -264,7 +269,7 @@ class EmbeddedEngine:
         """
         model = self._started()[0]
         for request in requests:
-            check_request(request, model)
+            check_request(request, model, self.policies)
         # A restart makes a new gate.
         gate = self._gate
         ticket = gate.enter()
@@ -292,13 +297,19 @@ class EmbeddedEngine:
         self, gate: PauseGate, ticket: int, requests: list[GenerateRequest]
     ) -> list[list[Completion]]:
         result: list[list[Completion]] = [[] for _ in requests]
-        slots = plan_slots(requests)
         with torch.inference_mode():
-            for start in range(0, len(slots), self.config.max_batch):
-                chunk = slots[start : start + self.config.max_batch]
+            for chunk in self._chunks(requests):
                 for slot, completion in zip(chunk, self._decode(gate, ticket, requests, chunk)):
                     result[slot.request].append(completion)
         return result
+
+    def _chunks(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Slot]]:
+        """Yield the responses that are decoded together, all by one policy."""
+        slots = plan_slots(requests)
+        for policy in dict.fromkeys(request.policy for request in requests):
+            own = [slot for slot in slots if requests[slot.request].policy == policy]
+            for start in range(0, len(own), self.config.max_batch):
+                yield own[start : start + self.config.max_batch]
 
     def _decode(
         self,
@@ -308,6 +319,7 @@ class EmbeddedEngine:
         slots: Sequence[Slot],
     ) -> list[Completion]:
         model, weights = self._started()
+        weights.use(requests[slots[0].request].policy)
         decoding = Decoding(model, requests, slots, self._stop_strings)
         while not decoding.finished:
             gate.pass_through(ticket, decoding.drop_cache)
@@ -432,13 +444,16 @@ def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
     return [Slot(i, place) for i in order for place in range(requests[i].n)]
 
 
-def check_request(request: GenerateRequest, model: CausalLM) -> None:
+def check_request(
+    request: GenerateRequest, model: CausalLM, policies: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Raise UserError for a request that would otherwise fail deep inside the model."""
     check_common(
         request,
         vocab_size=model.vocab_size,
         total_tokens=model.max_positions,
         limit="the model's context",
+        policies=policies,
     )
     if request.sampling.routed_experts and not model.tap.num_layers:
         raise UserError(

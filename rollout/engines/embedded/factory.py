@@ -98,6 +98,7 @@ class EmbeddedFactory:
                     dtype=config.model.dtype,
                     tokenizer=config.model.tokenizer,
                     alpha=adapter_alpha(config),
+                    policies=config.rollout.policies,
                 )
             ]
         keys = Keys(api=secrets.token_urlsafe(32), admin="")
@@ -122,6 +123,7 @@ class EmbeddedFactory:
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
             alpha=adapter_alpha(config),
+            policies=config.rollout.policies,
             tls=config.cluster.tls,
         )
         return EmbeddedServer(server, engine_log(logs, index), gpus=gpus)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from rlcore.adapter_folder import read_policies
 from rlcore.errors import ModelError
 from rlcore.quantised_weights import dequantised, unquantised
 from rlcore.weights import Bucket, TensorSpec, are_factors, saved_buffers
@@ -20,15 +22,23 @@ class ModelWeights(WeightState):
 
     Args:
         alpha: `policy.lora.alpha` of a run that publishes adapters.
+        policies: `rollout.policies`.
     """
 
-    def __init__(self, name: str, module: nn.Module, alpha: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        alpha: float | None = None,
+        policies: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(name)
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
         self.adapters = None
         if alpha is not None:
-            self.adapters = Adapters(self.tensors, linears(module), alpha)
+            frozen = read_policies(policies)
+            self.adapters = Adapters(self.tensors, linears(module), alpha, frozen)
         # Whether the open update is one of adapters.
         self._adapts = False
         # bytes of what is released
@@ -54,6 +64,11 @@ class ModelWeights(WeightState):
             assert self.adapters is not None
             self.adapters.begin(specs)
         self._buckets = tuple(buckets)
+
+    def use(self, policy: str | None) -> None:
+        """Compute with the adapters of a frozen policy, or of the trained one."""
+        if self.adapters is not None:
+            self.adapters.policy = policy
 
     def copy(self, index: int, flat: Tensor) -> None:
         """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype

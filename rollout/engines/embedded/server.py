@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -59,6 +59,7 @@ class ServerConfig:
     dtype: str
     tokenizer: str | None = None
     alpha: float | None = None  # `policy.lora.alpha`
+    policies: dict[str, str] = field(default_factory=dict)  # `rollout.policies`
     log: str = os.devnull
     tls: TLSConfig | None = None
     # Set when the process is started.
@@ -243,6 +244,7 @@ async def serve(config: ServerConfig) -> None:
         dtype=config.dtype,
         tokenizer=config.tokenizer,
         alpha=config.alpha,
+        policies=config.policies,
         name=config.name,
     )
     await engine.start()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from rlcore.adapter_folder import AdapterFolder
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import EngineFailed, RlcoreError
-from rollout.weight_sync.adapter import PackedAdapter
+from rollout.weight_sync.adapter import PackedAdapter, pack
 
 Control = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
@@ -25,56 +26,86 @@ POLICY = "policy-"
 logger = logging.getLogger(__name__)
 
 
-def server_arguments(lora: LoraConfig, device: str) -> dict[str, Any]:
-    """The arguments of a server that takes the adapters of a run.
+def server_arguments(
+    lora: LoraConfig, device: str, policies: Collection[AdapterFolder] = ()
+) -> dict[str, Any]:
+    """The arguments of a server that takes the adapters of a run, and its frozen policies.
 
     Two versions may be in one batch, and requests without an adapter count as one more.
     """
+    targets = {*lora.targets, *(name for folder in policies for name in folder.targets)}
+    ranks = [lora.rank, lora.expert_rank or 0, *(folder.rank for folder in policies)]
     arguments: dict[str, Any] = {
         "enable_lora": True,
-        "max_lora_rank": max(lora.rank, lora.expert_rank or 0),
-        "lora_target_modules": ["all"] if "all-linear" in lora.targets else list(lora.targets),
-        "max_loras_per_batch": 3,
+        "max_lora_rank": max(ranks),
+        "lora_target_modules": ["all"] if "all-linear" in targets else sorted(targets),
+        "max_loras_per_batch": 3 + len(policies),
     }
     # The others are kernels for GPUs.
     return arguments | ({"lora_backend": "torch_native"} if device == "cpu" else {})
 
 
 class AdapterVersions:
-    """Loads, names and unloads the versions.
+    """Loads, names and unloads the versions, and the frozen policies beside them.
 
     Args:
+        policies: `rollout.policies`.
         control: calls a control route of the server.
         mark: the names end with it.
     """
 
-    def __init__(self, lora: LoraConfig, control: Control, mark: str) -> None:
+    def __init__(
+        self, lora: LoraConfig, policies: Mapping[str, AdapterFolder], control: Control, mark: str
+    ) -> None:
         self._lora = lora
+        self._policies = policies
         self._control = control
         self._mark = mark
         self._received: PackedAdapter | None = None
         # By name.
         self._unloading: dict[str, asyncio.Task[None]] = {}
-        # The adapter of new requests; None before the first version.
-        self.name: str | None = None
+        # The adapter of new requests by policy, the trained one under None.
+        self.names: dict[str | None, str] = {}
 
     def receive(self, packed: PackedAdapter) -> None:
         """Keep the adapters of an update, until they get a version."""
         self._received = packed
 
+    def forget(self) -> None:
+        """Load everything again: the weights below are on their way."""
+        self.names.clear()
+
     async def load(self, version: int, ranks: int) -> None:
         """Load what was received as a version, for new requests; unload all older ones.
-
-        A name is never used again: a server may still have a version that was given up.
 
         Args:
             ranks: the server's tensor-parallel ranks.
         """
         if self._received is None:
             raise EngineFailed(f"version {version}: no adapters were received")
-        packed = self._received
+        for name, folder in self._policies.items():
+            if name not in self.names:
+                packed = await asyncio.to_thread(pack, folder.factors())
+                self.names[name], _ = await self._load(name, packed, folder.alpha, ranks)
+        name, loaded = await self._load(
+            str(version), self._received, float(self._lora.alpha), ranks
+        )
+        self._received = None
+        self.names[None] = name
+        kept = {*self.names.values(), *self._unloading}
+        for other in loaded:
+            if other.startswith(POLICY) and other not in kept:
+                self._unloading[other] = asyncio.ensure_future(self._unload(other))
+
+    async def _load(
+        self, title: str, packed: PackedAdapter, alpha: float, ranks: int
+    ) -> tuple[str, Sequence[str]]:
+        """Load adapters under a name of their own; return it, and all names at the server.
+
+        A name is never used again: a server may still have a version that was given up.
+        """
         modules = {name.split(".lora_")[0].rpartition(".")[2] for name in packed.checksums}
-        name = f"{POLICY}{version}{self._mark}.{secrets.token_hex(3)}"
+        name = f"{POLICY}{title}{self._mark}.{secrets.token_hex(3)}"
         answer = await self._control(
             "/load_lora_adapter_from_tensors",
             {
@@ -82,7 +113,7 @@ class AdapterVersions:
                 "config_dict": {
                     "peft_type": "LORA",
                     "r": packed.rank,
-                    "lora_alpha": self._lora.alpha,
+                    "lora_alpha": alpha,
                     "target_modules": sorted(modules),
                     "bias": "none",
                 },
@@ -90,11 +121,7 @@ class AdapterVersions:
                 "expected_checksums": dict(packed.checksums),
             },
         )
-        self._received = None
-        self.name = name
-        for other in answer.get("loaded_adapters") or ():
-            if other.startswith(POLICY) and other != name and other not in self._unloading:
-                self._unloading[other] = asyncio.ensure_future(self._unload(other))
+        return name, answer.get("loaded_adapters") or ()
 
     async def _unload(self, name: str) -> None:
         """Unload a version; the server first waits for its requests."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
+from rlcore.adapter_folder import AdapterFolder
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
@@ -33,7 +34,7 @@ from rollout.engines.server_client import ServerClient, raise_explained
 from rollout.engines.sglang import patches
 from rollout.engines.sglang.adapters import AdapterVersions
 from rollout.engines.sglang.answers import no_sglang, read_digests, version_name
-from rollout.engines.sglang.generation import Generation
+from rollout.engines.sglang.generation import Generation, Under
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.adapter import PackedAdapter
 from rollout.weight_sync.base import CALLS_AT_ONCE
@@ -59,6 +60,7 @@ class SGLangEngine:
         mark: the names of this trainer's versions end with it.
         tls: `cluster.tls`.
         lora: the adapters of a run that publishes them.
+        policies: `rollout.policies`.
     """
 
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
@@ -74,6 +76,7 @@ class SGLangEngine:
         mark: str = MARK,
         tls: TLSConfig | None = None,
         lora: LoraConfig | None = None,
+        policies: Mapping[str, AdapterFolder] = MappingProxyType({}),
     ) -> None:
         self.server = server
         self._mark = mark
@@ -86,6 +89,7 @@ class SGLangEngine:
         self._keys = keys
         self._tls = tls
         self._lora = lora
+        self._policies = policies
         self._adapters: AdapterVersions | None = None
         # Whether the open update is one of adapters.
         self._adapts = False
@@ -128,7 +132,7 @@ class SGLangEngine:
         self._pause_gate.open()
         self._client = client
         if self._lora is not None:
-            self._adapters = AdapterVersions(self._lora, self._control, self._mark)
+            self._adapters = AdapterVersions(self._lora, self._policies, self._control, self._mark)
         self._generation = await Generation.connect(client, self.model_path, mark=self._mark)
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
@@ -203,20 +207,16 @@ class SGLangEngine:
         try:
             async with self._pause_gate:
                 oldest = self.weights.require_ready()
-                key = str(oldest)
                 if self._generation is None:
                     raise EngineFailed(f"engine {self.name} does not run; start it first")
-                one = self._generation.one
-                # The adapter of now, whatever is published before the answer.
-                if self._adapters is not None:
-                    one = partial(one, adapter=self._adapters.name, version=oldest)
+                # The adapters of now, whatever is published before the answer.
+                names = {} if self._adapters is None else self._adapters.names
+                calls = [
+                    self._generation.one(each, Under.of(each, oldest, names), self._policies)
+                    for each in requests
+                ]
                 # The dispatcher sends one at a time: a task would cost half as much as the call.
-                if len(requests) == 1:
-                    answers = [await one(requests[0], cache_key=key)]
-                else:
-                    answers = await gather_or_cancel(
-                        *(one(each, cache_key=key) for each in requests)
-                    )
+                answers = [await calls[0]] if len(calls) == 1 else await gather_or_cancel(*calls)
         except EngineFailed as error:
             await raise_explained(error, self.server)
         # Behind a router another engine may have answered.
@@ -302,6 +302,8 @@ class SGLangEngine:
         self._adapts = self._adapters is not None and are_factors(specs)
         if self._adapts:
             return
+        if self._adapters is not None:
+            self._adapters.forget()
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
 from rlcore.config.derived import published_adapters
-from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError, ModelError
 from rlcore.hf_config.read import read_config
 from rollout.engines.checks import ExpertLayers
@@ -28,11 +28,11 @@ UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
-def check_adapters_on_cpu(model: str, lora: LoraConfig) -> None:
+def check_adapters_on_cpu(model: str, targets: Collection[str]) -> None:
     """Raise ConfigError for adapters that SGLang computes by Triton alone: those of experts."""
-    if not ATTENTION.issuperset(lora.targets) and ExpertLayers.of(model) is not None:
+    if not ATTENTION.issuperset(targets) and ExpertLayers.of(model) is not None:
         raise ConfigError(
-            f"policy.lora.targets: got {', '.join(lora.targets)}, but on a CPU SGLang takes no"
+            f"policy.lora.targets: got {', '.join(targets)}, but on a CPU SGLang takes no"
             f" adapters of layers with experts: set them to {', '.join(sorted(ATTENTION))}, or"
             " rollout.engine.kind to embedded"
         )
@@ -90,9 +90,11 @@ class SGLangFactory:
         }
         arguments: dict[str, Any] = {name: True for name, is_needed in needed.items() if is_needed}
         if (lora := published_adapters(config)) is not None:
+            policies = read_policies(config.rollout.policies).values()
             if not on_gpu:
-                check_adapters_on_cpu(config.model.path, lora)
-            arguments |= server_arguments(lora, "cuda" if on_gpu else "cpu")
+                others = (name for folder in policies for name in folder.targets)
+                check_adapters_on_cpu(config.model.path, [*lora.targets, *others])
+            arguments |= server_arguments(lora, "cuda" if on_gpu else "cpu", policies)
         return ManagedServer(
             engine_name(index),
             config.model.path,
@@ -133,6 +135,7 @@ class SGLangFactory:
                 model_path=config.model.path,
                 tls=config.cluster.tls,
                 lora=published_adapters(config),
+                policies=read_policies(config.rollout.policies),
             )
             for server in servers
         ]

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import re
 import secrets
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,22 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class Under:
-    """What a request is computed under; see `Generation.one`."""
+    """What a request is computed under.
+
+    Attributes:
+        cache_key: requests share keys and values only if they have the same cache key.
+        adapter: the name of a loaded adapter. SGLang would look for another one on the hub.
+        version: the adapter's; the server names versions of its whole weights alone.
+    """
 
     cache_key: str | None = None
     adapter: str | None = None
     version: int | None = None
+
+    @classmethod
+    def of(cls, request: GenerateRequest, version: int, names: Mapping[str | None, str]) -> Under:
+        """What a request begins under; `names`: the loaded adapters by policy."""
+        return cls(str(version), names.get(request.policy), version if names else None)
 
     def body(self) -> dict[str, Any]:
         """The entries of /generate."""
@@ -95,29 +107,21 @@ class Generation:
         return cls(client, limits, mark=mark)
 
     async def one(
-        self,
-        request: GenerateRequest,
-        *,
-        cache_key: str | None = None,
-        adapter: str | None = None,
-        version: int | None = None,
+        self, request: GenerateRequest, under: Under = PLAIN, policies: Collection[str] = ()
     ) -> list[Completion]:
         """Return the `n` completions of a request, in order.
 
         Responses that are too long to continue here count as aborted.
 
         Args:
-            cache_key: requests share keys and values only if they have the same cache key.
-            adapter: the name of a loaded adapter. SGLang would look for another one on the hub.
-            version: the adapter's; the server names versions of its whole weights alone.
+            policies: the names of frozen policies that the server has.
 
         Raises:
             UserError: the server cannot serve the request. Either nothing was sent, or the message
                 is the server's.
             EngineFailed: the server died, hangs, or returned an invalid completion.
         """
-        check_request(request, self.limits)
-        under = Under(cache_key, adapter, version)
+        check_request(request, self.limits, policies)
         # A response that was aborted close to its end may exceed the limit of prompts.
         places = [
             place
@@ -201,13 +205,14 @@ class Generation:
         return f"{self._life}-{next(self._attempts)}"
 
 
-def check_request(request: GenerateRequest, limits: Limits) -> None:
+def check_request(request: GenerateRequest, limits: Limits, policies: Collection[str] = ()) -> None:
     """Raise UserError for a request that the server would refuse, crash on, or misread."""
     check_common(
         request,
         vocab_size=limits.vocab_size,
         total_tokens=limits.total_tokens,
         limit="what the server takes (its context_length and KV pool, less a reserve of its own)",
+        policies=policies,
     )
     what = f"draw {request.draw}"
     sampling = request.sampling

@@ -30,6 +30,7 @@ BESIDE = {
     "evaluation.sets.NAME.reward.parts.NAME.judge": ("url=http://127.0.0.1:1", "model=judge"),
     "evaluation.sets.NAME.reward.parts.NAME.service": ("url=http://127.0.0.1:1", "format=sglang"),
     "evaluation.sets.NAME.reward": ("..paths=ROWS",),
+    "rollout.policies": ("/policy.lora.rank=4",),
     "rollout.engine": ("kind=sglang", "transport=disk"),
     "training.replay": ("..debug=train_only",),
     "training.replay_from": ("..debug=train_only", "..replay=OTHER"),
@@ -52,6 +53,9 @@ def given(key: KeyPath, value: str) -> list[str]:
     for start, beside in BESIDE.items():
         if f"{dotted}.".startswith(f"{start}."):
             for item in beside:
+                if item.startswith("/"):
+                    overrides.append(item.removeprefix("/"))
+                    continue
                 up = item.startswith("..")
                 section = start.rpartition(".")[0] if up else start
                 overrides.append(f"{section}.{item.removeprefix('..')}")

@@ -299,6 +299,34 @@ def test_a_turn_that_is_left_out_in_the_middle_is_context() -> None:
     assert sample.turns == 2
 
 
+def test_a_turn_of_a_frozen_policy_is_context_with_random_numbers_of_its_own() -> None:
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, by_turn("ab", "cd", "ef"))
+    context = make_context(tokenizer, policies=("earlier",))
+
+    async def play() -> Conversation:
+        conversation = context.conversation(make_prompt(tokenizer, "hi"), 3, 0, model)
+        await conversation.generate(policy="earlier")
+        return await go_on(conversation, "x", "y")
+
+    (sample,) = asyncio.run(play()).samples()
+    assert tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist()) == f"cd{STOP}ef{STOP}"
+    assert [request.policy for request in model.requests] == ["earlier", None, None]
+    other, own, again = (request.seed for request in model.requests)
+    assert own == again == context.seed != other
+    assert sample.measured["untrained_earlier"] == 3
+
+
+def test_an_evaluation_of_a_frozen_policy_has_all_turns_from_it() -> None:
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, by_turn("ab", "cd"))
+    context = make_context(tokenizer, policies=("earlier",), policy="earlier")
+    conversation = context.conversation(make_prompt(tokenizer, "hi"), 3, 0, model)
+    (sample,) = asyncio.run(converse(conversation, "x")).samples()
+    assert [request.policy for request in model.requests] == ["earlier"] * 2
+    assert [span.turn for span in sample.turn_spans] == [0, 1]
+
+
 def test_order_of_calls_is_held() -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "a")
     conversation = asyncio.run(converse(begin(model)))

@@ -215,6 +215,28 @@ def test_stops_and_limits_of_a_call() -> None:
     assert [r.sampling.max_new_tokens for r in model.requests] == [4, 300, 400]
 
 
+def test_the_name_of_a_model_is_that_of_a_policy() -> None:
+    """A frozen policy of the run answers by its name, and nothing of it is trained."""
+
+    async def run(task: Any, endpoint: Any) -> None:
+        choice = await turn(endpoint, task.messages, model="earlier")
+        messages = [*task.messages, choice["message"], USER]
+        await turn(endpoint, messages)
+        async with client(endpoint) as openai:
+            models = [model.id async for model in await openai.models.list()]
+            assert models == ["policy", "earlier"]
+            assert (await openai.models.retrieve("earlier")).id == "earlier"
+        status, answer = await post(endpoint, body(messages, model="later"))
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert "only 'policy', 'earlier'" in answer["error"]["message"]
+
+    samples, model = play(run, by_turn("a draft", "an answer"), policies=("earlier",))
+    assert [request.policy for request in model.requests] == ["earlier", None]
+    [sample] = samples
+    own = sample.tokens[sample.loss_mask == 1].tolist()
+    assert model.tokenizer.decode(own) == "an answer" + STOP
+
+
 @pytest.mark.parametrize("usage", [True, False])
 def test_answers_are_whole_objects_of_openai(usage: bool) -> None:
     async def run(task: Any, endpoint: Any) -> None:

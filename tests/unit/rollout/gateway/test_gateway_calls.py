@@ -267,7 +267,7 @@ async def test_a_call_that_comes_in_while_the_rollout_ends_is_refused() -> None:
     await gateway.close(session, drain=True)
     assert not gateway._sessions
     data = body([USER])
-    asked = read_request(data, model="policy", held=session.held)
+    asked = read_request(data, models=session.models, held=session.held)
     with pytest.raises(Refused, match="is over") as refused:
         await session.answer(data, asked, 0)
     assert refused.value.status == 410

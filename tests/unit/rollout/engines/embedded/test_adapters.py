@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from rlcore.adapter_folder import ADAPTER_FILE, SETTINGS_FILE, read_policies
 from rlcore.errors import ModelError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
-from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rlcore.weights import PEFT_PREFIX, Bucket, TensorSpec, cut_buckets
 from rollout.engines.embedded.causal_lm import CausalLM, KVCache
 from rollout.engines.embedded.model_weights import ModelWeights
 
@@ -22,9 +25,15 @@ CPU = torch.device("cpu")
 class Held:
     """A model and its weights, which take updates."""
 
-    def __init__(self, folder: Path, dtype: str = "fp32", alpha: float | None = ALPHA) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str = "fp32",
+        alpha: float | None = ALPHA,
+        policies: dict[str, str] | None = None,
+    ) -> None:
         self.model = CausalLM(str(folder), device=CPU, dtype=dtype)
-        self.weights = ModelWeights("engine-0", self.model.module, alpha)
+        self.weights = ModelWeights("engine-0", self.model.module, alpha, policies or {})
 
     def take(self, tensors: dict[str, torch.Tensor]) -> None:
         buckets = layout(tensors)
@@ -128,3 +137,72 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     narrow.take(base)
     with pytest.raises(ModelError, match=r"policy\.lora\.expert_rank to 0"):
         narrow.weights.begin(layout(factors))
+
+
+def written(folder: Path, factors: dict[str, torch.Tensor], rank: int, **settings: object) -> Path:
+    folder.mkdir()
+    save_file({PEFT_PREFIX + name: f for name, f in factors.items()}, folder / ADAPTER_FILE)
+    given = {"r": rank, "lora_alpha": ALPHA, "target_modules": ["q_proj"]} | settings
+    (folder / SETTINGS_FILE).write_text(json.dumps(given))
+    return folder
+
+
+def test_a_frozen_policy_computes_beside_every_version_of_the_trained_one(tmp_path: Path) -> None:
+    init_model(tmp_path / "model", ModelSpec(family="qwen3", tied=False, **SIZES))
+    base = random_weights(Held(tmp_path / "model"))
+    frozen = factors_of(base, 9)
+    held = Held(
+        tmp_path / "model", policies={"earlier": str(written(tmp_path / "earlier", frozen, 4))}
+    )
+    fresh = Held(tmp_path / "model", alpha=None)
+    for tensors in (base, factors_of(base, 1), base, factors_of(base, 2)):
+        held.take(tensors)
+        trained = held.logits()
+        held.weights.use("earlier")
+        fresh.take(merged(base, frozen))
+        torch.testing.assert_close(held.logits(), fresh.logits(), atol=1e-4, rtol=1e-4)
+        held.weights.use(None)
+        assert torch.equal(held.logits(), trained)
+
+
+def test_a_frozen_policy_and_merged_experts_do_not_go_together(tmp_path: Path) -> None:
+    """The weights of experts hold the trained policy's adapters."""
+    init_model(tmp_path / "model", ModelSpec(family="qwen3_moe", tied=False, **SIZES, **EXPERTS))
+    base = random_weights(Held(tmp_path / "model"))
+    experts = factors_of(base, 1)
+    attention = {name: f for name, f in experts.items() if ".experts." not in name}
+    with pytest.raises(ModelError, match=r"cannot serve rollout\.policies beside them"):
+        Held(tmp_path / "model", policies={"a": str(written(tmp_path / "a", experts, 4))})
+    held = Held(tmp_path / "model", policies={"b": str(written(tmp_path / "b", attention, 4))})
+    held.take(base)
+    with pytest.raises(ModelError, match=r"cannot serve rollout\.policies beside them"):
+        held.take(experts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, r"use_dora True, expected False"),
+        ({"alpha_pattern": {"q_proj": 3}}, r"alpha_pattern"),
+        ({"r": 0}, r"r 0, expected a whole number from 1"),
+        ({"lora_alpha": None}, r"lora_alpha None, expected a number"),
+        ({"target_modules": ".*_proj"}, r"target_modules '\.\*_proj', expected a list of names"),
+        ({"rank_pattern": [3]}, r"rank_pattern \[3\], expected ranks by name"),
+    ],
+)
+def test_settings_that_engines_do_not_take_are_refused(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    folder = written(tmp_path / "policy", {"a.lora_A.weight": torch.ones(2, 2)}, 2, **settings)
+    with pytest.raises(ModelError, match=rf"rollout\.policies\.old: .*{message}"):
+        read_policies({"old": str(folder)})
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "policy", {"a.lora_C.weight": torch.ones(2, 2)}, 2)
+    [policy] = read_policies({"old": str(folder)}).values()
+    with pytest.raises(ModelError, match=r"rollout\.policies\.old: .*a\.lora_C\.weight"):
+        policy.factors()
+    (folder / ADAPTER_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ModelError, match="cannot be read"):
+        policy.factors()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlcore.adapter_folder import AdapterFolder
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
@@ -55,13 +56,18 @@ def test_a_server_is_started_for_the_rank_and_the_targets() -> None:
     assert "lora_backend" not in arguments
     assert server_arguments(LoraConfig(), "cpu")["lora_target_modules"] == ["all"]
     assert server_arguments(LoraConfig(), "cpu")["lora_backend"] == "torch_native"
+    earlier = AdapterFolder(Path(), "", 32, 1.0, ("o_proj", "v_proj"))
+    both = server_arguments(lora, "cuda", [earlier])
+    assert both["max_lora_rank"] == 32
+    assert both["lora_target_modules"] == ["o_proj", "q_proj", "v_proj"]
+    assert both["max_loras_per_batch"] == arguments["max_loras_per_batch"] + 1
 
 
 def test_on_a_cpu_layers_with_experts_take_none(tmp_path: Path) -> None:
     init_model(tmp_path / "dense", ModelSpec(**SIZES))
     experts = {"experts": 4, "experts_per_token": 2, "tied": False}
     init_model(tmp_path / "moe", ModelSpec(family="qwen3_moe", **SIZES, **experts))
-    check_adapters_on_cpu(str(tmp_path / "dense"), LoraConfig())
-    check_adapters_on_cpu(str(tmp_path / "moe"), LoraConfig(targets=["q_proj", "o_proj"]))
+    check_adapters_on_cpu(str(tmp_path / "dense"), ["all-linear"])
+    check_adapters_on_cpu(str(tmp_path / "moe"), ["q_proj", "o_proj"])
     with pytest.raises(ConfigError, match=r"policy\.lora\.targets: got all-linear, but on a CPU"):
-        check_adapters_on_cpu(str(tmp_path / "moe"), LoraConfig(expert_rank=0))
+        check_adapters_on_cpu(str(tmp_path / "moe"), ["all-linear"])

@@ -14,7 +14,7 @@ from rlcore.data.generation import Prefix
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.answers import Limits
-from rollout.engines.sglang.generation import Generation
+from rollout.engines.sglang.generation import Generation, Under
 
 KEY = "rollout.engine.update_timeout_s"
 
@@ -184,7 +184,7 @@ def test_a_long_prompt_is_computed_once_for_its_samples():
     prompt = list(range(30)) * 3
 
     async def use(client):
-        return await Generation(client, LIMITS).one(request(prompt, n=3), cache_key="5")
+        return await Generation(client, LIMITS).one(request(prompt, n=3), Under("5"))
 
     assert [c.tokens.tolist() for c in with_client(server, use)] == [[0], [1], [2]]
     prefill, samples = server.bodies
