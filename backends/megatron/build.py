@@ -6,6 +6,7 @@ device, or in host memory between passes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,7 @@ from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_weights, weights_of
 from rlcore.config import Config
-from rlcore.config.sections.policy import OptimizerConfig
+from rlcore.config.sections.policy import LoraConfig, OptimizerConfig
 from rlcore.errors import ConfigError
 from rlcore.planning.memory import padded_vocab_size
 from rlcore.timeline.start import START
@@ -103,6 +104,14 @@ class BuildContext:
             with START.phase("weights"), failing:
                 load_hf(model.chunks, arch, Path(path), self.parallel)
 
+    def load_adapters(
+        self, factors: Mapping[str, Tensor], lora: LoraConfig, path: str, key: str
+    ) -> None:
+        """Fill this rank's factors of the policy from a PEFT folder, as `load` does."""
+        if self.weights:
+            with raise_on_all_ranks(self.parallel, f"reading the adapters of {path}"):
+                load_adapters(factors, self.arch, lora, self.parallel, Path(path), key)
+
     def other_architecture(self, path: str | None, key: str) -> Architecture:
         """Read the architecture of a second model, and check its vocabulary and layout.
 
@@ -139,8 +148,7 @@ def build_policy(context: BuildContext) -> Model:
             checkpoint, "policy", context.arch, model.chunks, context.parallel, Adapters(lora, base)
         )
     elif lora.path is not None:
-        with raise_on_all_ranks(context.parallel, f"reading the adapters of {lora.path}"):
-            load_adapters(named_factors(model.chunks), context.arch, lora, context.parallel)
+        context.load_adapters(named_factors(model.chunks), lora, lora.path, "policy.lora.path")
     return model
 
 
@@ -194,7 +202,8 @@ def build_frozen(
     """Build the reference model for KL, or the teacher. Call before training starts.
 
     The reference is `reference.path`, by default the current policy: a copy, or a copy of its
-    adapters. The teacher may have any size, but has the policy's vocabulary and layout.
+    adapters, or the adapters of `reference.policy`. The teacher may have any size, but has the
+    policy's vocabulary and layout.
 
     Raises:
         ConfigError: `teacher.path` is not given, or the policy's layout does not fit.
@@ -205,11 +214,17 @@ def build_frozen(
     if path is None and name == "teacher":
         raise ConfigError("teacher.path: missing: name the model to learn from")
     arch = context.other_architecture(path, f"{name}.path")
-    if context.config.policy.lora is not None and path is None:
+    lora = context.config.policy.lora
+    if lora is not None and path is None:
         # The policy differs from what it was in its adapters alone.
-        factors = list(named_factors(policy.chunks).values())
-        return SwappedIn(policy, factors, [_host_copy(factor) for factor in factors])
-    if given.offload and context.config.policy.lora is None and arch.computes_like(context.arch):
+        factors = named_factors(policy.chunks)
+        others = {key: _host_copy(factor) for key, factor in factors.items()}
+        chosen = context.config.reference.policy if name == "reference" else None
+        if chosen is not None:
+            folder = context.config.rollout.policies[chosen]
+            context.load_adapters(others, lora, folder, f"rollout.policies.{chosen}")
+        return SwappedIn(policy, list(factors.values()), list(others.values()))
+    if given.offload and lora is None and arch.computes_like(context.arch):
         own = weights_of(policy.chunks)
         weights = initial = [_host_copy(weight) for weight in own]
         if path is not None:

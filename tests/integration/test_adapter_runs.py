@@ -174,6 +174,23 @@ def test_an_earlier_policy_drafts_and_the_trained_one_learns_from_its_own_answer
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+def test_the_reference_is_a_frozen_policy(workspace: Workspace, run: Run, tmp_path: Path) -> None:
+    """The KL of the first step is that of the policy, still the model, to the earlier one."""
+    given = (f"rollout.policies.earlier={run.folder / 'hf'}", "reference.policy=earlier")
+    run_to = workspace.train("to a frozen policy", *GIVEN, *given, "training.steps=2")
+    assert run_to.code == 0, run_to.err
+    for step in (1, 2):
+        samples = samples_of(run_to, step)
+        own = logprobs(merged(workspace, run_to, step - 1), samples)
+        other = logprobs(merged(workspace, run, 3), samples)
+        kl = torch.stack([(a - b).sum() for a, b in zip(own, other, strict=True)]).mean()
+        assert run_to.rows[step]["objective/kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-5)
+        assert abs(float(kl)) > 1e-3
+    rank = workspace.train("to another rank", *GIVEN, *given, "policy.lora.rank=8")
+    assert rank.code == 2
+    assert rank.lines("rollout.policies.earlier: "), rank.err
+
+
 def test_policies_without_adapters_or_of_another_shape_are_refused(
     workspace: Workspace, run: Run, tmp_path: Path
 ) -> None:

@@ -99,15 +99,22 @@ def load_hf(
 
 @torch.no_grad()
 def load_adapters(
-    factors: Mapping[str, Tensor], arch: Architecture, config: LoraConfig, parallel: ParallelState
+    factors: Mapping[str, Tensor],
+    arch: Architecture,
+    config: LoraConfig,
+    parallel: ParallelState,
+    folder: Path,
+    key: str,
 ) -> None:
-    """Fill this rank's factors, of `named_factors`, from the PEFT folder `config.path`, in place.
+    """Fill this rank's factors, of `named_factors`, from a PEFT folder, in place.
+
+    Args:
+        key: the configuration key with the folder, for messages.
 
     Raises ModelError for settings other than `config`, and for a tensor that is missing, unknown or
     of another shape.
     """
-    folder = Path(config.path or "")
-    check_settings(folder, config, arch)
+    check_settings(folder, config, arch, key)
     rows = factor_rows(arch, config)
     with open_shard(folder / ADAPTER_FILE, "pt") as file:
         names = set(file.keys())

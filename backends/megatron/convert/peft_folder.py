@@ -46,27 +46,24 @@ def settings(arch: Architecture, config: LoraConfig, base: Path) -> dict[str, An
     }
 
 
-def check_settings(folder: Path, config: LoraConfig, arch: Architecture) -> None:
+def check_settings(folder: Path, config: LoraConfig, arch: Architecture, key: str) -> None:
     """Raise ModelError unless a folder has adapters such as the run's."""
     path = folder / SETTINGS_FILE
-    given = read_settings(folder, "policy.lora.path")
+    given = read_settings(folder, key)
     wanted = settings(arch, config, arch.folder)
-    for key, ours in (("r", "rank"), ("lora_alpha", "alpha"), ("rank_pattern", "expert_rank")):
-        if given.get(key, wanted[key]) != wanted[key]:
+    for name, ours in (("r", "rank"), ("lora_alpha", "alpha"), ("rank_pattern", "expert_rank")):
+        if given.get(name, wanted[name]) != wanted[name]:
             raise ModelError(
-                f"policy.lora.path: {path} has {key} {given[key]!r}, policy.lora.{ours} makes it"
-                f" {wanted[key]!r}"
+                f"{key}: {path} has {name} {given[name]!r}, policy.lora.{ours} makes it"
+                f" {wanted[name]!r}"
             )
     targets = given.get("target_modules")
     names = set(wanted["target_modules"])
     if (isinstance(targets, list) and set(targets) != names) or targets in (None, ""):
-        raise ModelError(
-            f"policy.lora.path: {path} targets {targets!r}, policy.lora.targets {sorted(names)}"
-        )
+        raise ModelError(f"{key}: {path} targets {targets!r}, policy.lora.targets {sorted(names)}")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise ModelError(
-            f"policy.lora.path: {path} has the pattern {targets!r} as target_modules, expected a"
-            " list of names"
+            f"{key}: {path} has the pattern {targets!r} as target_modules, expected a list of names"
         )
 
 

@@ -185,10 +185,13 @@ def policies(config: Config) -> Found:
         if not _NAME.fullmatch(name) or name == TRAINED:
             message = f"expected a name of letters, digits, _, + and -, and not {TRAINED!r}"
             yield f"rollout.policies.{name}", f"{message}, which is the trained one"
-    for one in evaluation_sets(config):
-        if one.policy is not None and one.policy not in known:
+    named = {one.key: one.policy for one in evaluation_sets(config)}
+    for key, chosen in (named | {"reference": config.reference.policy}).items():
+        if chosen is not None and chosen not in known:
             there = ", ".join(sorted(known)) or "none"
-            yield f"{one.key}.policy", f"got {one.policy!r}, but rollout.policies has {there}"
+            yield f"{key}.policy", f"got {chosen!r}, but rollout.policies has {there}"
+    if config.reference.policy is not None and config.reference.path is not None:
+        yield "reference.policy", "and reference.path are two references: leave one out"
 
 
 def evaluation_notes(config: Config) -> Found:

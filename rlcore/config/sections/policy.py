@@ -184,6 +184,8 @@ class ReferenceConfig(Section):
 
     path: ModelPath | None = None
     """Hugging Face folder of the reference; default: the initial policy."""
+    policy: str | None = None
+    """The reference is this one of `rollout.policies`, with adapters of the run's shapes."""
     offload: bool = False
     """Keep the reference in host memory between passes."""
 
