@@ -38,6 +38,7 @@ from rlcore.launch.environment import (
     threads_at_most,
 )
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
+from rlcore.launch.interfaces import choose_interface
 from rlcore.launch.logs import ProcessLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
@@ -303,6 +304,7 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
         else:
             # A request of gloo for many keys waits for the store's timeout.
             store.set_timeout(timeout)
+            choose_interface(keys, rank, world_size)
             groups = dist.PrefixStore(prefix, store)
         with few_store_requests():
             dist.init_process_group(
