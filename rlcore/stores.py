@@ -8,9 +8,11 @@ can enter, and a store for several machines listens on a single given address.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -28,14 +30,17 @@ def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
     """Open a store, held by this process, that listens on a free port of `host` alone.
 
     Args:
-        host: a name or an address of this machine.
+        host: a name or an address of this machine. If a name stands for loopback here, the store
+            listens on every interface.
         timeout_s: how long a call waits for a key.
 
     Raises OSError if `host` is not an address of this machine.
     """
+    limit = timedelta(seconds=timeout_s)
+    if not reaches_us(host):
+        return dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
     with listen_at(host) as listener:
         port = listener.getsockname()[1]
-        limit = timedelta(seconds=timeout_s)
         return dist.TCPStore(
             host,
             port,
@@ -45,6 +50,23 @@ def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def reaches_us(host: str) -> bool:
+    """Return whether other nodes reach the address that `host` has here; print a warning if not.
+
+    Some systems resolve the machine's own name to an address of the loopback interface.
+    """
+    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    if not ipaddress.ip_address(address).is_loopback or host in (address, "localhost"):
+        return True
+    print(
+        f"warning: {host} is {address} here, where other nodes do not reach it, so the ranks' store"
+        " listens on every interface: give the address itself (MASTER_ADDR), or correct /etc/hosts",
+        file=sys.stderr,
+        flush=True,
+    )
+    return False
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:

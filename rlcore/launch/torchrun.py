@@ -6,9 +6,6 @@ and only if the nodes are numbered by hand (`--node-rank`).
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +13,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import main
 
-from rlcore.stores import listen_at
+from rlcore.stores import listen_at, reaches_us
 
 
 def store_of_agents(
@@ -27,23 +24,6 @@ def store_of_agents(
         return TCPStore(host, port, world_size, is_master, timeout)
     with listen_at(host, port) as listener:
         return TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.detach())
-
-
-def reaches_us(host: str) -> bool:
-    """Return whether other nodes reach the address that `host` has here; print a warning if not.
-
-    Some systems resolve the machine's own name to an address of the loopback interface.
-    """
-    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    if not ipaddress.ip_address(address).is_loopback or host in (address, "localhost"):
-        return True
-    print(
-        f"note: {host} is {address} here, where other nodes do not reach it, so the store of"
-        " torchrun's agents listens on every interface: give the address itself (MASTER_ADDR)",
-        file=sys.stderr,
-        flush=True,
-    )
-    return False
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from rlcore import stores
 from rlcore.launch import torchrun
-from tests.listeners import addresses
+from tests.listeners import EVERYWHERE, addresses
 from tests.ports import free_port
 
 LIMIT = timedelta(seconds=20)
@@ -35,12 +36,16 @@ def test_it_listens_on_the_address_of_node_0_alone() -> None:
 def test_a_name_of_this_machine_that_stands_for_loopback_is_no_address_for_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = addresses(os.getpid())
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert not torchrun.reaches_us("node-0")
+    assert not stores.reaches_us("node-0")
     assert "node-0 is 127.0.1.1 here" in capsys.readouterr().err
-    assert torchrun.reaches_us("localhost")
-    assert torchrun.reaches_us("127.0.1.1")
+    assert stores.reaches_us("localhost")
+    assert stores.reaches_us("127.0.1.1")
+    held = stores.bound_store("node-0", 5.0)
+    assert addresses(os.getpid()) - before == {EVERYWHERE}, "under Ray too"
+    del held
 
 
 def test_it_is_torchrun() -> None:
