@@ -190,7 +190,8 @@ class ManagedServer(ChildServer):
         Both ports are held for the server until it listens on them.
         """
         given = {argument_name(name): value for name, value in self.config.server.items()}
-        values = DEFAULTS | (CPU_DEFAULTS if self.device == "cpu" else {}) | given | self._arguments
+        values = DEFAULTS | {"watchdog_timeout": longest_pause_s(self.config)}
+        values |= (CPU_DEFAULTS if self.device == "cpu" else {}) | given | self._arguments
         if self.config.quantization is not None:
             values |= quantised_arguments(given.get("json_model_override_args"))
         values |= {
@@ -242,6 +243,15 @@ class ManagedServer(ChildServer):
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
+
+
+def longest_pause_s(config: EngineConfig) -> float:
+    """Return the seconds that an engine may be paused while others fail a publication and restart.
+
+    SGLang's watchdog takes a batch that an `in_place` pause holds for a hung one, and ends the
+    server. The fleet itself restarts an engine without progress (`progress_timeout_s`).
+    """
+    return 6 * config.update_timeout_s + config.start_timeout_s + config.restart.max_backoff_s
 
 
 def gpu_environment(config: EngineConfig, variables: Mapping[str, str]) -> dict[str, str]:

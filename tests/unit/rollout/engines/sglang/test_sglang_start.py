@@ -65,6 +65,12 @@ def test_what_the_cpu_needs_is_left_out_on_a_gpu_and_can_be_overridden(words: Wo
     )
 
 
+def test_the_watchdog_outlasts_a_publication_that_fails_elsewhere(words: Words) -> None:
+    [given] = [word for word in words(update_timeout_s=100.0) if "--watchdog-timeout" in word]
+    assert float(given.partition("=")[2]) > 6 * 100 + EngineConfig().start_timeout_s
+    assert "--watchdog-timeout=7" in words(server={"watchdog_timeout": 7})
+
+
 def test_what_the_run_needs_is_stronger_than_what_the_user_says(words: Words) -> None:
     needed = {"enable_memory_saver": True}
     assert "--enable-memory-saver" in words(server=dict.fromkeys(needed, False), arguments=needed)
