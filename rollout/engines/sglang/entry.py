@@ -142,12 +142,7 @@ def serve(arguments: list[str], settings: dict[str, Any]) -> None:
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
-        execute_warmup_func=lambda args: warm_up(
-            args.url(),
-            settings.get("api_key"),
-            generates=not args.is_embedding,
-            ca_file=args.ssl_ca_certs,
-        ),
+        execute_warmup_func=lambda args: warm_up(args, settings.get("api_key")),
         launch_callback=lambda: report(settings, {"port": args.port}),
         run_scheduler_process_func=run_scheduler,
     )
@@ -217,31 +212,56 @@ def load_beside(name: str) -> Any:
     return module
 
 
-def warm_up(
-    url: str, key: str | None, *, generates: bool = True, ca_file: str | None = None
-) -> bool:
-    """Ask for two tokens, or a reward model for a score, by token ids.
+def warm_up(args: Any, key: str | None) -> bool:
+    """Let the server answer requests such as users send, by token ids, before it counts as ready.
 
-    SGLang's own warm-up is an English sentence, which not every tokenizer can read.
+    SGLang's own warm-up is an English sentence, which not every tokenizer can read, and greedy: the
+    kernels of top-p and top-k would be compiled inside the scheduler, at the first step of a run.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    body: dict[str, Any] = {"input_ids": [0]}
-    if generates:
-        body["sampling_params"] = {"max_new_tokens": 2, "temperature": 0.0}
+    manager = get_global_state().tokenizer_manager
+    route = "classify" if args.is_embedding else "generate"
+    for body in first_requests(args, manager.max_req_input_len):
+        ask(f"{args.url()}/{route}", body, key, args.ssl_ca_certs)
+    manager.server_status = ServerStatus.Up
+    return True
+
+
+def first_requests(args: Any, longest: int) -> list[dict[str, Any]]:
+    """A score of a reward model; or a greedy response, and one that samples after a long prompt.
+
+    Args:
+        longest: the server takes fewer tokens than this.
+    """
+    if args.is_embedding:
+        return [{"input_ids": [0]}]
+    greedy = {"max_new_tokens": 2, "temperature": 0.0}
+    sampled = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 50}
+    tokens = 2
+    # A CPU compiles nothing. More than a chunk is computed in two parts, by other kernels.
+    if args.device != "cpu" and (args.chunked_prefill_size or 0) > 0:
+        tokens = max(2, min(args.chunked_prefill_size + 1, longest - 8))
+    return [
+        {"input_ids": [0], "sampling_params": greedy},
+        {"input_ids": [0] * tokens, "sampling_params": sampled},
+    ]
+
+
+def ask(url: str, body: dict[str, Any], key: str | None, ca_file: str | None) -> None:
+    """Send a request, as soon as the server listens. An error ends this process."""
     headers = {"Content-Type": "application/json"} | (
         {"Authorization": f"Bearer {key}"} if key else {}
     )
-    route = "generate" if generates else "classify"
-    request = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     context = ssl.create_default_context(cafile=ca_file) if url.startswith("https:") else None
     # The parent has a deadline for this loop.
     while True:
         try:
             with urllib.request.urlopen(request, context=context) as answer:
                 answer.read()
-            break
+            return
         except urllib.error.HTTPError as error:
             print(
                 f"the first request failed: {error}: {error.read().decode(errors='replace')}",
@@ -260,8 +280,6 @@ def warm_up(
                 os._exit(1)
             # The server does not listen yet.
             time.sleep(POLL_S)
-    get_global_state().tokenizer_manager.server_status = ServerStatus.Up
-    return True
 
 
 def report(settings: dict[str, Any], line: dict[str, Any]) -> None:

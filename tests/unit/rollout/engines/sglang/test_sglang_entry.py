@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import ssl
 import sys
 import urllib.error
@@ -26,7 +27,7 @@ class Ended(BaseException):
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """SGLang's tokenizer manager; `os._exit` raises."""
-    manager = SimpleNamespace(server_status="starting")
+    manager = SimpleNamespace(server_status="starting", max_req_input_len=9000)
     server = ModuleType("sglang.srt.entrypoints.http_server")
     vars(server)["get_global_state"] = lambda: SimpleNamespace(tokenizer_manager=manager)
     theirs = ModuleType("sglang.srt.managers.tokenizer_manager")
@@ -46,26 +47,54 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return manager
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
-    """Have one request after the other answered, or raise."""
+def arguments(**given: Any) -> SimpleNamespace:
+    """SGLang's own arguments, of a server on a GPU."""
+    fields = {"device": "cuda", "chunked_prefill_size": 4096, "is_embedding": False}
+    return SimpleNamespace(url=lambda: URL, ssl_ca_certs=None, **(fields | given))
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> list[Any]:
+    """Have one request after the other answered, or raise. Returns what was asked, as it comes."""
     left = [*answers]
+    asked: list[Any] = []
 
     def urlopen(request: Any, context: Any) -> Any:
+        asked.append(request)
         answer = left.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    return asked
 
 
 def test_the_server_is_up_once_the_first_request_is_answered(
     manager: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = urllib.error.URLError(ConnectionRefusedError())
-    answering(monkeypatch, refused, refused, io.BytesIO(b"{}"))
-    assert entry.warm_up(URL, None)
+    asked = answering(monkeypatch, refused, refused, io.BytesIO(b"{}"), io.BytesIO(b"{}"))
+    assert entry.warm_up(arguments(), None)
     assert manager.server_status == "up"
+    bodies = [json.loads(request.data) for request in asked[2:]]
+    assert [len(body["input_ids"]) for body in bodies] == [1, 4097]
+    assert bodies[1]["sampling_params"]["top_p"] < 1 < bodies[1]["sampling_params"]["top_k"]
+
+
+@pytest.mark.parametrize(
+    ("given", "longest", "tokens"),
+    [
+        ({"device": "cpu"}, 9000, [1, 2]),
+        ({}, 1000, [1, 992]),
+        ({"chunked_prefill_size": -1}, 9000, [1, 2]),
+        ({"is_embedding": True}, 9000, [1]),
+    ],
+)
+def test_the_first_requests_fit_the_server(
+    given: dict[str, Any], longest: int, tokens: list[int]
+) -> None:
+    bodies = entry.first_requests(arguments(**given), longest)
+    assert [len(body["input_ids"]) for body in bodies] == tokens
 
 
 @pytest.mark.parametrize(
@@ -77,7 +106,7 @@ def test_the_server_is_up_once_the_first_request_is_answered(
         ),
         (
             urllib.error.URLError(ssl.SSLCertVerificationError("self-signed")),
-            f"the certificate of {URL} is not accepted by None: ",
+            f"the certificate of {URL}/generate is not accepted by None: ",
         ),
     ],
     ids=["error", "certificate"],
@@ -91,7 +120,7 @@ def test_a_first_request_that_cannot_succeed_ends_the_server(
 ) -> None:
     answering(monkeypatch, error)
     with pytest.raises(Ended):
-        entry.warm_up(URL, None)
+        entry.warm_up(arguments(), None)
     assert message in capsys.readouterr().err
     assert manager.server_status == "starting"
 
