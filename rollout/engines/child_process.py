@@ -24,6 +24,8 @@ from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 LINE_LENGTH = 500
 END_BYTES = 1 << 20  # bytes read from the end of a log
 POLL_S = 0.02  # interval of checks for remaining processes
+# Programs by which flashinfer, DeepGEMM and Triton build a kernel at its first use.
+COMPILERS = frozenset({"ninja", "nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "gcc", "g++"})
 
 
 class Server(Protocol):
@@ -62,6 +64,16 @@ class Server(Protocol):
 
     async def kill(self) -> None:
         """End the process at once."""
+
+
+def compiles(pid: int | None) -> bool:
+    """Whether a compiler runs below a process of this machine."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [] if pid is None else psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.name() in COMPILERS:
+                    return True
+    return False
 
 
 class ChildServer:

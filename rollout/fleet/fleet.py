@@ -21,6 +21,7 @@ from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.engine_list import EngineList
 from rollout.fleet.engine_states import Event, Health, ProgressClock, State
+from rollout.fleet.probes import Probes
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
@@ -385,6 +386,7 @@ class Fleet:
         During a publication, which has its own deadlines, failed probes do not count.
         """
         ended = member.engine.ended
+        probes = Probes(member.engine, lambda: member.answers, self._config.health_timeout_s)
         clock = ProgressClock(time.monotonic())
         signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
         while not down.done():
@@ -395,12 +397,7 @@ class Fleet:
             if down.done():
                 continue
             if gone or member.health.state is not State.DRAINING:
-                why = await _error(
-                    member.engine.health,
-                    self._config.health_timeout_s,
-                    f"engine {member.name} did not answer a probe within"
-                    f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
-                )
+                why = await probes.fault(at_once=gone)
                 if down.done():
                     continue
                 if gone or (why and member.health.state is not State.DRAINING):

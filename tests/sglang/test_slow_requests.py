@@ -7,14 +7,16 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from server_kit import Served, appeared
+from server_kit import Served, appeared, serving
 
-from rlcore.config.sections.rollout import RestartConfig
+from rlcore.config.sections.rollout import EngineConfig, RestartConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.errors import RlcoreError
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.sglang.answers import version_name
 from rollout.engines.sglang.engine import MARK, SGLangEngine
@@ -97,6 +99,51 @@ def test_a_server_that_makes_tokens_is_left_alone(served: Served, seconds: float
 
     # a server that stands still for a second, on a busy machine, makes tokens too
     with_fleet(served, use, progress_timeout_s=max(seconds / 4, min(2.0, seconds / 2)))
+
+
+def test_a_scheduler_that_builds_a_kernel_is_left_alone(served: Served) -> None:
+    """It answers no probe for longer than ten seconds, at its first batch with top-p, say."""
+
+    async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
+        scheduler = appeared(served.server.pid, "sglang::scheduler")
+        whole = longest(engine)
+        slow = await served.started(
+            lambda: asyncio.ensure_future(dispatcher.one(request(5, whole, n=16))), 16 * 20
+        )
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(12)
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        assert lengths(await slow) == [whole] * 16
+        assert (dispatcher.retried, dispatcher.fleet.serving) == (0, 1)
+
+    with_fleet(served, use, health_timeout_s=EngineConfig().health_timeout_s)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("given", "lives"), [({}, True), ({"watchdog_timeout": 3}, False)])
+def test_a_pause_that_holds_a_batch_is_not_taken_for_a_hang(
+    served: Served, tmp_path: Path, given: dict[str, float], lives: bool
+) -> None:
+    """By SGLang's watchdog, which ends the server; `in_place` leaves a batch where it is."""
+    with serving(served.model, tmp_path / "paused.log", server=given) as paused:
+
+        async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
+            whole = longest(engine)
+            slow = await paused.started(
+                lambda: asyncio.ensure_future(dispatcher.one(request(6, whole, n=16))), 16 * 20
+            )
+            await engine.pause("in_place")
+            await asyncio.sleep(12)
+            if lives:
+                await engine.resume()
+                assert lengths(await slow) == [whole] * 16
+            else:
+                with pytest.raises(RlcoreError):
+                    await slow
+
+        with_fleet(paused, use)
 
 
 def test_a_request_whose_time_is_up_keeps_its_tokens_and_its_server(

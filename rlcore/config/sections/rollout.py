@@ -91,8 +91,8 @@ class EngineConfig(Section):
     bucket_bytes: PositiveInt = 256 << 20
     """Largest flat bucket in which weights are published. Each is a call to every engine: with 16
     or more engines of a large model 1 GiB is quicker."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Longest start of an engine."""
+    start_timeout_s: PositiveFloat = 900.0
+    """Longest start of an engine; the first one on a machine compiles kernels."""
     request_timeout_s: PositiveFloat | None = None
     """Longest time for one request, then aborted; default: 600 s and 1 s a token of a response."""
     progress_timeout_s: PositiveFloat = 300.0
@@ -142,8 +142,8 @@ class EngineConfig(Section):
     """Transports disk and delta: folder shared with the engines; default: the run's."""
     health_every_s: PositiveFloat = 5.0
     """Time from one health check of an engine to the next."""
-    health_timeout_s: PositiveFloat = 10.0
-    """Longest time for the answer to a health check."""
+    health_timeout_s: PositiveFloat = 120.0
+    """Longest time that an engine may answer no health check."""
     restart: RestartConfig = Field(default_factory=RestartConfig)
     colocated: bool = False
     """Trainer and engines take turns on the same GPUs."""

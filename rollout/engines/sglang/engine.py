@@ -28,7 +28,7 @@ from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.weights import Bucket, TensorSpec, are_factors
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
-from rollout.engines.child_process import Server
+from rollout.engines.child_process import Server, compiles
 from rollout.engines.factories import Keys
 from rollout.engines.server_client import ServerClient, raise_explained
 from rollout.engines.sglang import patches
@@ -100,11 +100,9 @@ class SGLangEngine:
         self._generation: Generation | None = None
         # The server's device, "cpu" or "cuda".
         self._device = ""
-        # the pause in force
         self._mode: PauseMode | None = None
-        # the server's process group, on this connection
+        # The server's process group, on this connection and on any.
         self.in_group: str | None = None
-        # the same, on any connection
         self._server_group: str | None = None
         # Whether the server digests the received weights: one of ours or of `rlcore engine` does.
         self.digests_weights = False
@@ -182,7 +180,7 @@ class SGLangEngine:
                 await client.close()
 
     async def health(self) -> dict[str, Any]:
-        """Tell name, version (None without whole weights), device and gpu.
+        """Return name, version (None without whole weights), device and gpu.
 
         `gpu` is None on the CPU, and if the trainer uses the same one. The route is one that the
         scheduler itself must answer, paused or not: SGLang's /health would generate a token.
@@ -190,9 +188,11 @@ class SGLangEngine:
         try:
             await self._running.get("/server_info")
         except EngineFailed as error:
-            await raise_explained(error, self.server)
-        own_gpu = self._device == "cuda" and not self.config.colocated
+            # The scheduler answers nothing while it builds a kernel, at the kernel's first use.
+            if not await asyncio.to_thread(compiles, self.server.pid):
+                await raise_explained(error, self.server)
         version = self.weights.version if self.weights.state == "ready" else None
+        own_gpu = self._device == "cuda" and not self.config.colocated
         gpu = f"of engine {self.name}" if own_gpu else None
         found = {"name": self.name, "version": version, "base": self.weights.holds_base}
         return {**found, "device": self._device, "gpu": gpu}

@@ -9,7 +9,10 @@ import asyncio
 import pytest
 from fake_engine import FakeEngine
 
+from rlcore.deadlines import ENGINE_GRACE_S
 from rlcore.errors import EngineFailed, NoEngineLeft, RunFailed
+from rollout.fleet import probes
+from rollout.fleet.probes import MISSED
 
 
 @pytest.mark.site("ab", publish=False)
@@ -22,10 +25,22 @@ async def test_an_engine_serves_only_after_a_publication(site):
 
 
 @pytest.mark.site("ab")
-async def test_a_probe_that_fails_means_a_restart(site):
+async def test_probes_that_fail_in_a_row_mean_a_restart(site):
     a = site.engines[0]
-    a.probe_error = EngineFailed("engine a does not answer")
+    probed = a.health
+    errors = [EngineFailed("a hiccup"), None] * (MISSED + 1)
+
+    async def health():
+        a.probe_error = errors.pop(0) if errors else EngineFailed("engine a does not answer")
+        missed.append(a.probe_error is not None)
+        return await probed()
+
+    missed = []
+    a.health = health
     await site.until("dead serving")
+    expected = [True, False] * (MISSED + 1) + [True] * MISSED
+    assert missed[: len(expected)] == expected
+    a.health = probed
     a.probe_error = None
     await site.until("stale serving")
     assert (a.starts, site.fleet.restarts) == (2, 1)
@@ -41,11 +56,28 @@ async def test_a_probe_without_an_answer_means_a_restart(site, monkeypatch):
         await asyncio.sleep(60)
 
     monkeypatch.setattr(site.engines[1], "health", never.__get__(site.engines[1]))
-    await site.until("serving dead")
+    await site.until("serving dead", seconds=2 * ENGINE_GRACE_S)
     assert (
-        "engine b did not answer a probe within 0.2 s (rollout.engine.health_timeout_s)"
+        "engine b answered no probe within 0.2 s (rollout.engine.health_timeout_s)"
         in site.fleet._ends()
     )
+
+
+@pytest.mark.site("ab")
+async def test_a_silent_engine_that_completes_requests_lives(site, monkeypatch):
+    """As long as it does: a scheduler answers a probe only between two batches."""
+    monkeypatch.setattr(probes, "ENGINE_GRACE_S", 0.0)
+
+    async def never(self):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(site.engines[1], "health", never.__get__(site.engines[1]))
+    member = site.fleet.members[1]
+    for _ in range(20):
+        member.answers += 1
+        await asyncio.sleep(0.1)
+    assert site.states() == "serving serving"
+    await site.until("serving dead")
 
 
 def test_the_end_of_a_process_is_noticed_at_once(on_site, monkeypatch):
