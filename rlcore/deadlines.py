@@ -72,6 +72,7 @@ ENGINE_ENDING_S = 45.0  # beyond update_timeout_s, to give up and end a hung eng
 # --- the trainer's ranks --------------------------------------------------------------------------
 
 STEP_GRACE_S = 60.0  # more than LOOP_GRACE_S: rank 0 knows which engine it waits for
+FREED_S = 30.0  # an engine's other ranks, after the first one has released its memory
 BLAME_S = 3.0  # from a broken collective to the report of the peer that failed
 CHECKPOINT_TENSOR_S = 30.0  # the tensor being written, if a run ends during a checkpoint
 UPLOAD_S = 300.0  # wandb's upload at the end of a run; the rest stays on the disk

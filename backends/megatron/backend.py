@@ -41,7 +41,7 @@ with importing_megatron():
     from backends.megatron.model.moe import forget_tokens, mean_losses
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
     from backends.megatron.training import passes
-    from backends.megatron.training.offload import OffloadedTensors
+    from backends.megatron.training.offload import OffloadedTensors, wait_for_memory
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import Frozen, Model
     from backends.megatron.weights.source import PolicyExports, PolicyWeights
@@ -354,7 +354,13 @@ class MegatronBackend:
         self.release_cache()
 
     def onload(self) -> None:
-        """The inverse of `offload`."""
+        """The inverse of `offload`, once the device has the memory for it."""
+        if self.device.type == "cuda":
+            wait_for_memory(
+                self.device,
+                sum(tensors.returning_bytes for tensors in self._offloadable),
+                free=lambda: torch.cuda.mem_get_info(self.device)[0],
+            )
         for tensors in self._offloadable:
             tensors.onload()
 

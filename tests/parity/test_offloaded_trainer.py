@@ -10,7 +10,8 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.training.offload import OffloadedTensors
+from backends.megatron.training.offload import OffloadedTensors, wait_for_memory
+from rlcore.errors import DeadlineExceeded
 
 RANKS = Path(__file__).with_name("offloaded_trainer_ranks.py")
 CPU = torch.device("cpu")
@@ -80,3 +81,17 @@ def test_onload_has_no_effect_on_tensors_that_are_always_offloaded() -> None:
     with offloaded.on_device():
         assert tensor.tolist() == [1, 1, 1, 1]
     assert offloaded.num_bytes == 16
+
+
+def test_the_trainer_returns_when_the_engines_memory_is_free() -> None:
+    """Their other ranks may release theirs after the answer of the first."""
+    tensor = torch.ones(4)
+    offloaded = OffloadedTensors(lambda: [tensor], CPU, keep_on_device=True)
+    always = OffloadedTensors(lambda: [torch.ones(2)], CPU)
+    offloaded.offload()
+    assert (offloaded.returning_bytes, always.returning_bytes) == (16, 0)
+    free = iter((0, 8, 15, 16))
+    wait_for_memory(CPU, 16, free=lambda: next(free))
+    assert next(free, None) is None
+    with pytest.raises(DeadlineExceeded, match=r"needs 3\.0 GiB .* 0\.1 s .* 2\.5 GiB are free"):
+        wait_for_memory(CPU, 3 << 30, free=lambda: 5 << 29, timeout_s=0.1)

@@ -9,12 +9,19 @@ tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from rlcore.deadlines import FREED_S
+from rlcore.errors import DeadlineExceeded
+
+POLL_S = 0.02
+GIB = 1 << 30
 
 
 class Retention(Enum):
@@ -63,6 +70,11 @@ class OffloadedTensors:
     def num_bytes(self) -> int:
         """Bytes that are off the device now."""
         return sum(size for _, size in self._offloaded.values())
+
+    @property
+    def returning_bytes(self) -> int:
+        """Bytes that `onload` brings back to the device."""
+        return self.num_bytes if self._keep_on_device and not self._keeps_now else 0
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -120,6 +132,30 @@ class OffloadedTensors:
         for tensor in self._tensors():
             if tensor.dim() and tensor.numel() and tensor.device.type == self._device.type:
                 yield tensor.untyped_storage()
+
+
+def wait_for_memory(
+    device: torch.device, needed: int, *, free: Callable[[], int], timeout_s: float = FREED_S
+) -> None:
+    """Wait until a device has `needed` free bytes.
+
+    An engine has answered that it released its memory when one of its ranks has; the others may
+    need a moment more.
+
+    Args:
+        free: returns the free bytes of the device.
+
+    Raises DeadlineExceeded with both numbers.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (found := free()) < needed:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{device}: the trainer needs {needed / GIB:.1f} GiB to return, and {timeout_s:g} s"
+                f" after the engines released their memory {found / GIB:.1f} GiB are free: lower"
+                " rollout.engine.server.mem_fraction_static, or see what else uses the GPU"
+            )
+        time.sleep(POLL_S)
 
 
 def _as_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
