@@ -49,6 +49,10 @@ class EngineFailed(RunFailed):
     """One engine, named in the message, died, hangs, or answers nonsense; others may take over."""
 
 
+class InvalidAnswer(EngineFailed):
+    """One engine, named in the message, answered a request with something that does not fit it."""
+
+
 class EngineHangs(EngineFailed, DeadlineExceeded):
     """An engine did not answer in time. The message names the engine and the key of the limit."""
 

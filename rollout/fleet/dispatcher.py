@@ -19,7 +19,7 @@ from typing import Any
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.deadlines import ABORT_S, REQUEST_S
-from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
+from rlcore.errors import EngineFailed, EngineHangs, InvalidAnswer, RlcoreError, RunFailed
 from rlcore.timeline.recorder import RECORDER, TrackAllocator, group_key, now
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_completion
@@ -115,7 +115,7 @@ class Dispatcher:
                 return await self._call(lease)
             except EngineFailed as error:
                 if not lease.overdue:
-                    self.fleet.lost(lease, str(error))
+                    self.fleet.lost(lease, error)
                 if not attempts_left:
                     raise
                 self.retried += len(requests)
@@ -198,6 +198,7 @@ class Dispatcher:
             )
         lease.member.answers += 1
         self._check(engine.name, requests, answers)
+        lease.member.invalid_answers = 0
         return answers
 
     def _check(
@@ -206,9 +207,9 @@ class Dispatcher:
         requests: Sequence[GenerateRequest],
         answers: Sequence[Sequence[Completion]],
     ) -> None:
-        """Raise EngineFailed for missing or invalid completions."""
+        """Raise InvalidAnswer for missing or invalid completions."""
         if [len(a) for a in answers] != [r.n for r in requests]:
-            raise EngineFailed(
+            raise InvalidAnswer(
                 f"engine {engine} returned {[len(a) for a in answers]} completions, expected"
                 f" {[r.n for r in requests]}"
             )
@@ -217,7 +218,7 @@ class Dispatcher:
                 try:
                     check_completion(completion, request, index, vocab_size=self.vocab_size)
                 except (ValueError, TypeError, AttributeError) as error:
-                    raise EngineFailed(
+                    raise InvalidAnswer(
                         f"engine {engine} returned an invalid completion for request"
                         f" {request.rid}: {error}"
                     ) from error

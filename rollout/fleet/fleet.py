@@ -16,18 +16,19 @@ from typing import Any
 from rlcore.config.derived import restart_timeout_s
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import ABORT_S, KILL_ENGINE_S, TRANSPORT_GRACE_S
-from rlcore.errors import NoEngineLeft, RlcoreError, UserError
+from rlcore.errors import EngineFailed, InvalidAnswer, NoEngineLeft, UserError
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.engine_list import EngineList
 from rollout.fleet.engine_states import Event, Health, ProgressClock, State
-from rollout.fleet.probes import Probes
+from rollout.fleet.probes import Probes, standstill
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
 RUNNING = (State.STALE, State.DRAINING, State.SERVING)
 # The next abort ends a request that reached the engine after this one.
 ABORT_AGAIN_S = 0.2
+MAX_INVALID = 3  # answers in a row that do not fit their requests, after which an engine restarts
 SHOWN = 5  # departed engines listed in an error
 
 logger = logging.getLogger(__name__)
@@ -145,10 +146,20 @@ class Fleet:
         """Whether an engine has a call, or a call waits for one."""
         return self.router.waiting > 0 or any(member.leases for member in self.members)
 
-    def lost(self, lease: Lease, why: str) -> None:
-        """Report that the engine failed the call of this lease."""
-        if lease.start == lease.member.health.starts:
-            self._fail(lease.member, why)
+    def lost(self, lease: Lease, error: EngineFailed) -> None:
+        """Report that the engine failed the call of this lease.
+
+        An answer that does not fit its request may be the request's fault; several in a row are
+        the engine's.
+        """
+        member = lease.member
+        if lease.start != member.health.starts:
+            return
+        member.invalid_answers += isinstance(error, InvalidAnswer)
+        if isinstance(error, InvalidAnswer) and member.invalid_answers < MAX_INVALID:
+            logger.warning("%s", error)
+            return
+        self._fail(member, str(error))
 
     # --- publication ------------------------------------------------------------------------------
 
@@ -366,6 +377,7 @@ class Fleet:
         limit = self._config.start_timeout_s
         engine = member.engine
         member.health.on(Event.START, now=time.monotonic())
+        member.invalid_answers = 0
         await within(
             self._placement_timeout_s + limit + TRANSPORT_GRACE_S,
             engine.start(),
@@ -403,37 +415,9 @@ class Fleet:
                 if gone or (why and member.health.state is not State.DRAINING):
                     self._fail(member, why or "its process ended")
                     continue
-            why = await self._standstill(member, clock)
+            why = await standstill(member, clock, self._config)
             if why is not None and not down.done():
                 self._fail(member, why)
-
-    async def _standstill(self, member: Member, clock: ProgressClock) -> str | None:
-        """Check an engine's progress. Returns why the engine counts as failed, otherwise None."""
-        seen: Any = None
-        held = False
-        if member.leases:
-            limit = self._config.health_timeout_s
-            try:
-                count = await within(limit, member.engine.progress(), lambda: "no answer")
-            except RlcoreError:
-                # No answer means no progress; probes judge a silent engine.
-                seen = clock.seen or (None, member.answers)
-            except Exception as error:  # noqa: BLE001 - any other error is a defect of the engine
-                return describe(error)
-            else:
-                # An engine behind a router never reports progress, though its requests run.
-                held = count is None and member.health.state is not State.SERVING
-                seen = None if count is None else (count, member.answers)
-        now = time.monotonic()
-        if held:
-            member.held_s += now - clock.looked_at
-        limit = self._config.progress_timeout_s
-        if clock.look(now, seen) <= limit:
-            return None
-        return (
-            f"engine {member.name} has {member.num_requests} requests and made no token for"
-            f" {limit:g} s (rollout.engine.progress_timeout_s)"
-        )
 
     async def _end(self, member: Member) -> None:
         late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"

@@ -1,13 +1,18 @@
-"""Judges the answers of an engine to its probes."""
+"""Judges an engine by its answers to probes, and by its progress."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import ENGINE_GRACE_S
-from rlcore.errors import DeadlineExceeded
+from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import within
+from rollout.fleet.engine_states import ProgressClock, State
+from rollout.fleet.router import Member
 from rollout.weight_sync.base import describe
 
 # Probes in a row to which an engine must answer with an error.
@@ -58,3 +63,32 @@ class Probes:
             f"engine {self._engine.name} answered no probe within {self._limit_s:g} s"
             " (rollout.engine.health_timeout_s)"
         )
+
+
+async def standstill(member: Member, clock: ProgressClock, config: EngineConfig) -> str | None:
+    """Check an engine's progress. Returns why the engine counts as failed, otherwise None."""
+    seen: Any = None
+    held = False
+    if member.leases:
+        limit = config.health_timeout_s
+        try:
+            count = await within(limit, member.engine.progress(), lambda: "no answer")
+        except RlcoreError:
+            # No answer means no progress; probes judge a silent engine.
+            seen = clock.seen or (None, member.answers)
+        except Exception as error:  # noqa: BLE001 - any other error is a defect of the engine
+            return describe(error)
+        else:
+            # An engine behind a router never reports progress, though its requests run.
+            held = count is None and member.health.state is not State.SERVING
+            seen = None if count is None else (count, member.answers)
+    now = time.monotonic()
+    if held:
+        member.held_s += now - clock.looked_at
+    limit = config.progress_timeout_s
+    if clock.look(now, seen) <= limit:
+        return None
+    return (
+        f"engine {member.name} has {member.num_requests} requests and made no token for"
+        f" {limit:g} s (rollout.engine.progress_timeout_s)"
+    )

@@ -33,6 +33,8 @@ class Member:
     leases: set[Lease] = field(default_factory=set)
     # Calls answered so far.
     answers: int = 0
+    # Those in a row that did not fit their requests.
+    invalid_answers: int = 0
     # Seconds so far in which a pause held its requests.
     held_s: float = 0.0
     # Reason of its failure since the last start.

@@ -29,6 +29,7 @@ from rlcore.errors import (
     DeadlineExceeded,
     EngineFailed,
     EngineHangs,
+    InvalidAnswer,
     ModelError,
     RlcoreError,
     RunFailed,
@@ -153,7 +154,7 @@ class RemoteEngine:
                 for place, completion in enumerate(completions):
                     check_records(completion, request, place, self._experts)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise EngineFailed(
+            raise InvalidAnswer(
                 f"engine {self.name}: /generate was answered with nonsense: {error!r}"
             ) from error
         check_versions(self.name, found, version, self._version)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlcore.config.engine_registry import SGLANG_ANSWER_RESERVE
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
-from rlcore.errors import EngineFailed
+from rlcore.errors import EngineFailed, InvalidAnswer
 from rollout.engines.checks import ExpertLayers, folder_vocab_size
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -109,7 +109,7 @@ def decode(
         version: of all tokens; None: as the server says of its weights.
         mark: the ending of our versions' names; see `version_name`.
 
-    Raises EngineFailed, naming engine and request, for any other answer.
+    Raises InvalidAnswer, naming engine and request, for any other answer.
     """
     try:
         if not isinstance(answer, list) or len(answer) != request.n:
@@ -123,7 +123,7 @@ def decode(
         ]
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise EngineFailed(
+        raise InvalidAnswer(
             f"engine {engine} returned an invalid completion for request {request.rid}: {why}"
         ) from error
 

@@ -19,7 +19,7 @@ from patient_loop import LOOP_TIME, run_patiently
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.deadlines import REQUEST_S
-from rollout.fleet import dispatcher, fleet
+from rollout.fleet import dispatcher, fleet, probes
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
@@ -87,6 +87,7 @@ def on_site(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     close it. Time passes while all of them wait.
     """
     monkeypatch.setattr(fleet, "time", LOOP_TIME)
+    monkeypatch.setattr(probes, "time", LOOP_TIME)
     monkeypatch.setattr(dispatcher, "now", LOOP_TIME.monotonic)
 
     def run(

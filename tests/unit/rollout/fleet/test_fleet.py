@@ -129,7 +129,7 @@ async def test_a_failure_before_a_restart_does_not_harm_the_engine_after_it(site
     lease = await site.fleet.router.lease("x", room=9)
     await site.fleet.failed(lease.member.engine, "first")
     await site.until("stale serving")
-    site.fleet.lost(lease, "late news of the first")
+    site.fleet.lost(lease, EngineFailed("late news of the first"))
     assert site.states() == "stale serving"
     assert lease.lost == "engine a failed: first"
 

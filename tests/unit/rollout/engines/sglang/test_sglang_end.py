@@ -15,6 +15,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 
 
 class Server:
+    pid = None
     name = "engine-3"
     managed = True
 
