@@ -13,9 +13,14 @@ else
     python=$(type -P python3) || fail "no Python: neither $root/.venv/bin/python (./scripts/install.sh makes it) nor python3"
 fi
 
-# An address by which other nodes reach this node: HOST_ADDRESS, else the first that the machine names.
+# An address by which other nodes reach this node: HOST_ADDRESS, else that of the route to MASTER_ADDR, else the first of the machine.
 own_address() {
-    local address=${HOST_ADDRESS:-$(hostname -I 2>/dev/null | cut -d' ' -f1)}
+    local address=${HOST_ADDRESS:-} there
+    if [ -z "$address" ] && there=$(getent ahostsv4 "${MASTER_ADDR:-}") && [ -n "$there" ]; then
+        address=$(ip -o route get "${there%% *}" 2> /dev/null | sed -n 's/.* src \([0-9.]*\).*/\1/p')
+        case $address in 127.*) address='' ;; esac
+    fi
+    [ -n "$address" ] || address=$(hostname -I 2> /dev/null | cut -d' ' -f1)
     [ -n "$address" ] || fail "this machine names no address of its own: set HOST_ADDRESS to one that the other nodes reach"
     echo "$address"
 }

@@ -8,7 +8,7 @@
 # NODES_PER_ENGINE    nodes that one engine spans (default 1); rollout.engine.tensor_parallel counts the GPUs of all of them
 # ENGINE_NODE         with it: the number of this node among the engine nodes, from 0 (default: SLURM_PROCID)
 # HEAD_PORT           with it: a free port on the first node of each engine (default 29500)
-# HOST_ADDRESS        the address by which the trainer reaches this node (default: its first)
+# HOST_ADDRESS        the address by which the trainer reaches this node (default: of the route to MASTER_ADDR, else its first)
 # RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY must be exported, the same on every node.
 # It runs until SIGINT or SIGTERM, or until no engine is left; then it deletes its URLs. The arguments may be the trainer's;
 # --resume and --overwrite are ignored.

@@ -34,7 +34,7 @@ import json, os, signal, sys, time
 arguments = sys.argv[1:]
 if arguments[0].endswith(".py"):
     os.execv({sys.executable!r}, [{sys.executable!r}, *arguments])
-kept = {{name: os.environ.get(name) for name in ("NODE_RANK", "SLURM_PROCID", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *{KEYS!r})}}
+kept = {{name: os.environ.get(name) for name in ("NODE_RANK", "SLURM_PROCID", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "SITE", "IMAGE", *{KEYS!r})}}
 def put(path, value):
     # Whole or not at all, as rlcore writes them: others look while this goes on.
     with open(f"{{path}}.new", "w") as file:

@@ -3,6 +3,11 @@
 say() { echo "${SLURM_JOB_NAME:-rlcore}: $*" >&2; }
 if [ $# -eq 0 ]; then say "usage: sbatch $0 CONFIG.yaml [SERVERS.yaml] [key=value ...]"; exit 2; fi
 
+# Further arguments of srun, which come last, and a line of shell for each task: `module load cuda`, `source env.sh`.
+# shellcheck disable=SC2034     # the templates read it
+read -ra srun_args <<< "${SRUN_ARGS:-}"
+export PRELUDE=${PRELUDE:-:}
+
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes[0]}
 

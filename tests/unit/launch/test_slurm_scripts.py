@@ -42,6 +42,26 @@ def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
         assert f"rollout.engine.host={address}" in call["arguments"]
 
 
+@pytest.mark.parametrize(
+    ("script", "word"), [("torchrun.sbatch", "engine"), ("ray.sbatch", "train")]
+)
+def test_tasks_run_in_containers_and_after_the_site_s_own_lines(
+    stage: Stage, script: str, word: str
+) -> None:
+    given = {
+        "SRUN_ARGS": "--container-image=rl.sqsh --mpi=none",
+        "PRELUDE": "export SITE='my site'; cd .",
+    }
+    done = stage.sbatch(script, 2, "run.yaml", "a.b=1", ENGINE_NODES="1", **given)
+    assert done.returncode == 0, done.stderr
+    words = [word, *(["rlcore.launch.torchrun"] if word == "engine" else [])]
+    calls = [call for name in words for call in stage.calls(name)]
+    assert calls
+    for call in calls:
+        assert call["environment"]["SITE"] == "my site"
+        assert call["environment"]["IMAGE"] == "rl.sqsh"
+
+
 def test_keys_are_made_once_and_stand_in_no_command_line(stage: Stage) -> None:
     assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1").returncode == 0
     calls = [*stage.calls("rlcore.launch.torchrun"), *stage.calls("engine")]
