@@ -29,6 +29,7 @@ from rlcore.deadlines import SAME_SIGNAL_S, STORE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.hf_config.read import text_model_size
 from rlcore.launch.environment import (
+    INTERFACE,
     STORE_FOLDER,
     allow_connections,
     first_on_node,
@@ -38,7 +39,6 @@ from rlcore.launch.environment import (
     threads_at_most,
 )
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
-from rlcore.launch.interfaces import choose_interface
 from rlcore.launch.logs import ProcessLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
@@ -46,7 +46,14 @@ from rlcore.runs.state_codec import seed_rng
 from rlcore.stores import FolderStore, Store, few_store_requests, keys_under
 from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
-from rollout.weight_sync.process_group import SHARED_GPU, SHARED_SINCE, ranks_share_gpus
+from rollout.weight_sync.process_group import (
+    SHARED_GPU,
+    SHARED_SINCE,
+    interface_of,
+    is_loopback,
+    own_address,
+    ranks_share_gpus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,8 @@ WORTHWHILE = 0.8
 THREAD_TRIALS = 7
 MAX_PROBED = 1024
 PROBE_FLOPS = 100_000_000
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 # Gloo groups that may hold all ranks: the default group and a replica's. NCCL has sockets, too.
 GROUPS_OF_ALL_RANKS = 2
@@ -324,6 +333,43 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
             f"rank {os.environ['RANK']} cannot join the other ranks at {where}: {reason}"
         ) from error
     return sync, attempt
+
+
+def choose_interface(store: Store, rank: int, world_size: int) -> None:
+    """Have gloo and NCCL listen on the interface of the route to the other nodes, unless it is set.
+
+    By default gloo takes the interface of the host's name, which may be loopback or a slow network
+    for administration.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size == local or {INTERFACE, NCCL_INTERFACE} <= os.environ.keys():
+        return
+    interface = interface_of(address_for_others(store, rank, world_size))
+    if interface is not None:
+        os.environ.setdefault(INTERFACE, interface)
+        # The sign stands for this name alone, not for all that begin with it.
+        os.environ.setdefault(NCCL_INTERFACE, f"={interface}")
+
+
+def address_for_others(store: Store, rank: int, world_size: int) -> str:
+    """Return the address under which the other nodes reach this one.
+
+    It is that of the route to MASTER_ADDR. On the master's own node a name may be an address of the
+    loopback interface, so its ranks take the route to a rank of another node.
+    """
+    master = os.environ["MASTER_ADDR"]
+    mine = route_to(master)
+    store.set(f"address/{rank}", mine)
+    if not is_loopback(mine) or is_loopback(master):
+        return mine
+    addresses = [store.get(f"address/{other}").decode() for other in range(world_size)]
+    there = next((other for other in addresses if not is_loopback(other)), None)
+    return mine if there is None else route_to(there)
+
+
+def route_to(host: str) -> str:
+    """Return the address of this machine from which packets go to another."""
+    return own_address(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
 
 
 def _serves_store(sync: RankSync) -> bool:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from rlcore.launch import interfaces
+from rlcore.launch import process
 from rlcore.launch.environment import INTERFACE
-from rlcore.launch.interfaces import NCCL_INTERFACE, address_for_others, choose_interface
+from rlcore.launch.process import NCCL_INTERFACE, address_for_others, choose_interface
 
 # What a name stands for on node 0, and the route from each node's ranks to a host.
 NODE_0 = {"node-0": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
@@ -38,9 +38,9 @@ def test_each_node_takes_the_address_that_the_others_reach(
         return address_for_others(store, rank, 2)
 
     with ThreadPoolExecutor(2) as pool:
-        monkeypatch.setattr(interfaces, "route_to", lambda host: next(routes)[host])
+        monkeypatch.setattr(process, "route_to", lambda host: next(routes)[host])
         other = pool.submit(address, 1).result()
-        monkeypatch.setattr(interfaces, "route_to", NODE_0.__getitem__)
+        monkeypatch.setattr(process, "route_to", NODE_0.__getitem__)
         assert pool.submit(address, 0).result(timeout=10) == "10.0.0.1"
     assert other == "10.0.0.2"
 
@@ -50,15 +50,15 @@ def test_several_launchers_of_one_machine_keep_to_loopback(
     ranks: None, monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", master)
-    monkeypatch.setattr(interfaces, "route_to", lambda host: "127.0.0.1")
+    monkeypatch.setattr(process, "route_to", lambda host: "127.0.0.1")
     store = HashStore()
     store.set("address/1", "127.0.0.1")
     assert address_for_others(store, 0, 2) == "127.0.0.1"
 
 
 def test_what_the_user_says_stays(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "route_to", lambda host: "10.0.0.1")
-    monkeypatch.setattr(interfaces, "interface_of", {"10.0.0.1": "ib0"}.get)
+    monkeypatch.setattr(process, "route_to", lambda host: "10.0.0.1")
+    monkeypatch.setattr(process, "interface_of", {"10.0.0.1": "ib0"}.get)
     monkeypatch.setenv(INTERFACE, "eth7")
     choose_interface(HashStore(), 1, 2)
     assert (os.environ[INTERFACE], os.environ[NCCL_INTERFACE]) == ("eth7", "=ib0")
