@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rlcore.data.sample import Experts, SamplingMasks, VersionSpan
 from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
 from rlcore.hf_config.read import read_config, text_model_size
+from rollout.engines.routed_records import decode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ class ExpertLayers:
         count = next(iter(found.values())).num_experts
         return cls(int(config.num_hidden_layers), tuple(sorted(found)), int(count), int(topk))
 
-    def decode(self, text: str, tokens: int) -> Experts:
+    def decode(self, text: str | memoryview, tokens: int) -> Experts:
         """Decode SGLang's record of the first `tokens` tokens of a sequence.
 
         Args:
@@ -103,19 +103,18 @@ class ExpertLayers:
         Raises:
             ValueError: `text` is not such a record.
         """
-        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
-        if flat.size != tokens * self.num_layers * self.topk:
-            raise ValueError(
-                f"{flat.size} routed experts, expected {tokens} tokens x {self.num_layers} layers x"
-                f" {self.topk}"
-            )
-        chosen = flat.reshape(tokens, self.num_layers, self.topk)[:, list(self.places)]
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.num_experts:
-            raise ValueError(
-                f"routed experts from {chosen.min()} to {chosen.max()} of a model of"
-                f" {self.num_experts}"
-            )
-        return chosen.astype(np.int16)
+        chosen = np.empty((tokens, len(self.places), self.topk), dtype=np.int16)
+        done = 0
+        for piece in decode(text, (tokens, self.num_layers, self.topk)):
+            own = piece[:, list(self.places)]
+            if own.size and not 0 <= own.min() <= own.max() < self.num_experts:
+                raise ValueError(
+                    f"routed experts from {own.min()} to {own.max()} of a model of"
+                    f" {self.num_experts}"
+                )
+            chosen[done : done + len(own)] = own
+            done += len(own)
+        return chosen
 
 
 def check_vocabulary(folder: str, tokenizer: PreTrainedTokenizerBase) -> int:

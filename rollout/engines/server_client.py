@@ -23,6 +23,7 @@ from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.tls import engine_client, refused_engine
 from rollout.engines.child_process import Server
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.routed_records import parse
 from rollout.json_client import read_answer
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written to a
@@ -150,7 +151,7 @@ class ServerClient:
         if response.content_type != "application/json":
             return content.decode(errors="replace") or None
         try:
-            return orjson.loads(content)
+            return parse(content)
         except orjson.JSONDecodeError as error:
             raise EngineFailed(
                 f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}"

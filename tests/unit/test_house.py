@@ -23,14 +23,14 @@ LONGEST_FUNCTION = 70
 LONGEST_FILE = 480
 # Lines of a room, docstrings included. A capability that needs more raises its line here.
 BUDGETS = {
-    "rlcore": 2_330,  # the files of the root: command line, errors, interfaces, PEFT folders
+    "rlcore": 2_360,  # the files of the root: command line, errors, interfaces, PEFT folders
     "rlcore/algorithms": 5_550,  # eleven estimators, eleven losses, corrections, their contracts
     "rlcore/boundary": 480,  # secrets, environment variables, text from outside
     "rlcore/config": 4_850,  # 267 keys with their checks and other trainers' names
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
-    "rlcore/launch": 7_750,  # 17 commands; local, torchrun, Ray; the service's process
+    "rlcore/launch": 7_790,  # 17 commands; local, torchrun, Ray; the service's process
     "rlcore/planning": 1_660,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
@@ -41,8 +41,8 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 7_000,  # SGLang, embedded, external; the contract; adapters, frozen policies
-    "rollout/fleet": 1_680,  # states, routing, restarts
+    "rollout/engines": 7_150,  # SGLang, embedded, external; contract; adapters, records of experts
+    "rollout/fleet": 1_760,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges
     "rollout/sandbox": 1_050,  # confinement

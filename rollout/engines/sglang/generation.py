@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,13 +149,22 @@ class Generation:
         ):
             return [aborted(request)] * request.n
         answer = await self._send(request, encode(request, self._attempt(), under))
-        return self._decoded(answer, request, under)
+        return await self._decoded(answer, request, under)
 
-    def _decoded(self, answer: Any, request: GenerateRequest, under: Under) -> list[Completion]:
-        name = self.client.name
-        return decode(
-            answer, request, self.limits, engine=name, mark=self.mark, version=under.version
+    async def _decoded(
+        self, answer: Any, request: GenerateRequest, under: Under
+    ) -> list[Completion]:
+        read = partial(
+            decode,
+            answer,
+            request,
+            self.limits,
+            engine=self.client.name,
+            mark=self.mark,
+            version=under.version,
         )
+        # Records of experts are long.
+        return await asyncio.to_thread(read) if request.sampling.routed_experts else read()
 
     async def _each(self, request: GenerateRequest, under: Under) -> list[Completion]:
         """Send a call for each sample: sglang-router 0.3.2 takes no list of them."""
@@ -166,7 +176,7 @@ class Generation:
                 name: value[0] if isinstance(value, list) else value for name, value in body.items()
             }
             answer = [await self._send(one, alone)]
-            return self._decoded(answer, one, under)[0]
+            return (await self._decoded(answer, one, under))[0]
 
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 

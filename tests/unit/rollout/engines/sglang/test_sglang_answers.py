@@ -217,7 +217,7 @@ def test_the_error_names_engine_and_request():
     (encoded(np.zeros((3, 3, 2))), "18 routed experts, expected 4 tokens x 3 layers x 2"),
     (encoded(np.full((4, 3, 2), 8)), "routed experts from 8 to 8 of a model of 8"),
     (encoded(np.full((4, 3, 2), -1)), "from -1"),
-    ("*!", "base64|Only"), (None, "bytes-like"),
+    ("*!", "0 routed experts"), (None, "no len"),
 ])  # fmt: skip
 def test_corrupt_routed_experts(record, why):
     with pytest.raises(EngineFailed, match=why):
