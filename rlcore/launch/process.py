@@ -50,6 +50,7 @@ from rollout.weight_sync.process_group import (
     SHARED_GPU,
     SHARED_SINCE,
     interface_of,
+    is_here,
     is_loopback,
     own_address,
     ranks_share_gpus,
@@ -75,6 +76,9 @@ MAX_PROBED = 1024
 PROBE_FLOPS = 100_000_000
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+# Arguments with which SGLang itself switches on the handles that NCCL_CUMEM_ENABLE=1 chooses.
+CUMEM_ARGUMENTS = ("enable_symm_mem", "enable_kv_cache_sharding")
 
 # Gloo groups that may hold all ranks: the default group and a replica's. NCCL has sockets, too.
 GROUPS_OF_ALL_RANKS = 2
@@ -214,11 +218,13 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     engine = config.rollout.engine
     kind = KINDS.get(engine.kind)
-    if kind is not None and kind.sets_cumem and in_weight_group(engine):
+    shares = kind is not None and kind.sets_cumem and in_weight_group(engine)
+    if shares and (not engine.urls or any(map(is_here, engine.urls))):
         # This chooses the kind of handle by which NCCL shares memory between GPUs of a machine.
-        # SGLang sets the same value; the trainer could not open handles of another kind.
+        # SGLang sets the same value; the trainer could not open handles of another kind. Without
+        # an engine on its machine it keeps NCCL's own choice, with which NVLS works.
         symmetric = any(
-            argument_name(name) == "enable_symm_mem" and value
+            argument_name(name) in CUMEM_ARGUMENTS and value
             for name, value in engine.server.items()
         )
         found["NCCL_CUMEM_ENABLE"] = engine.environment.get(

@@ -383,6 +383,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def is_here(url: str) -> bool:
+    """Whether the server at `url` is on this machine; a name that is not known may be."""
+    host = urlsplit(url).hostname
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return True
+    return is_loopback(address) or interface_of(address) is not None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a name or address is on the loopback interface."""
     try:

@@ -138,7 +138,11 @@ def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
 
 
 def layer_fields(layers: Layers, *, experts: bool, fp8: Fp8Config | None) -> dict[str, Any]:
-    """The fields of `TransformerConfig` that belong to the choice."""
+    """The fields of `TransformerConfig` that belong to the choice.
+
+    Of Transformer Engine's fusions two stay off: that of gradient accumulation asks the head, which
+    is Megatron's own layer, for APEX, and that of the router bypasses the replay of routing.
+    """
     if not layers.transformer_engine:
         return LOCAL_FIELDS
     fields: dict[str, Any] = {
@@ -146,6 +150,7 @@ def layer_fields(layers: Layers, *, experts: bool, fp8: Fp8Config | None) -> dic
         "use_te_activation_func": False,
         "bias_activation_fusion": True,
         "moe_grouped_gemm": experts,
+        "moe_permute_fusion": experts,
     }
     if fp8 is not None:
         fields |= {

@@ -86,6 +86,7 @@ def test_every_field_is_one_of_megatron() -> None:
         16,
     )
     assert fields["moe_grouped_gemm"]
+    assert fields["moe_permute_fusion"]
     assert "fp8" not in layer_fields(TE, experts=False, fp8=None)
     assert layer_fields(Layers("local", ""), experts=True, fp8=None) == LOCAL_FIELDS
 
