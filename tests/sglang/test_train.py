@@ -152,7 +152,9 @@ def test_two_ranks_and_a_server_of_their_own(workspace: Workspace, tmp_path: Pat
     run = Run(code, said, "", workspace.folder / "runs" / name)
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     check_accounting(run, steps=2)
-    assert (run.folder / "logs" / "engine_0.log").stat().st_size > 1000
+    # It read no weights: all that it computes with was published.
+    log = (run.folder / "logs" / "engine_0.log").read_text()
+    assert "'load_format': 'dummy'" in log
     assert all(
         secret.encode() not in path.read_bytes() for path in run.folder.rglob("*") if path.is_file()
     )

@@ -10,6 +10,7 @@ import torch
 
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
+from rlcore.config.checks.engine import server_argument
 from rlcore.config.derived import published_adapters
 from rlcore.errors import ConfigError, ModelError
 from rlcore.hf_config.read import read_config
@@ -89,6 +90,9 @@ class SGLangFactory:
             "enable_memory_saver": engine.colocated and on_gpu,
         }
         arguments: dict[str, Any] = {name: True for name, is_needed in needed.items() if is_needed}
+        if not any(server_argument(engine, name) for name in ("load_format", "quantization")):
+            # It serves nothing before the first publication, which has every weight.
+            arguments["load_format"] = "dummy"
         if (lora := published_adapters(config)) is not None:
             policies = read_policies(config.rollout.policies).values()
             if not on_gpu:

@@ -78,7 +78,8 @@ class ManagedServer(ChildServer):
 
     Args:
         name: for messages, as "engine-0".
-        model_path: a Hugging Face folder; its weights are served until the first publication.
+        model_path: a Hugging Face folder; its weights are served until the first publication,
+            unless `arguments` say that they are not read.
         dtype: fp32 | bf16, where `config.dtype` is not set.
         log: takes what the server prints; a restart appends.
         gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; if empty, all
