@@ -42,7 +42,7 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     Raises:
         DeadlineExceeded: with the message `describe()`, evaluated before the cancellation.
     """
-    # Not asyncio.wait_for: it cannot be told apart from a deadline inside `work`, and it waits
+    # Not asyncio.wait_for: a deadline inside `work` raises the same error, and it waits
     # without limit for a task that resists cancellation.
     task = asyncio.ensure_future(work)
     try:

@@ -85,7 +85,7 @@ def _sums(waits: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
         key = (span.group, span.name.removeprefix("waits for "))
         sums[key] = sums.get(key, 0.0) + min(span.end, end) - max(span.begin, begin)
     longest = sorted(sums.items(), key=lambda item: -item[1])
-    return [{"who": who, "whom": whom, "seconds": seconds} for (who, whom), seconds in longest]
+    return [{"waits": one, "for": other, "seconds": seconds} for (one, other), seconds in longest]
 
 
 def _order(key: tuple[str, str]) -> tuple[int, str, bool, str, int]:

@@ -26,10 +26,10 @@ class Outcome(NamedTuple):
     """The results of a group's rollouts; as text, "3/8", it stands in the ledger's journal."""
 
     right: int  # rollouts that pass
-    told: int  # rollouts with a known result
+    judged: int  # rollouts with a known result
 
     def __str__(self) -> str:
-        return f"{self.right}/{self.told}"
+        return f"{self.right}/{self.judged}"
 
     @classmethod
     def of(cls, samples: Sequence[Sample], passes_at: float | None) -> Outcome:
@@ -54,13 +54,14 @@ class Outcome(NamedTuple):
 class PromptHistory:
     """The data that a curriculum may use, for each of N prompts; arrays are read-only.
 
-    `right` and `told` count rollouts: each new group of a prompt adds its counts to `memory` times
-    the previous ones (`data.curriculum.memory`). With memory 0 they count the newest group alone.
+    `right` and `judged` count rollouts: each new group of a prompt adds its counts to `memory`
+    times the previous ones (`data.curriculum.memory`). With memory 0 they count the newest group
+    alone.
     """
 
     seen: NDArray[np.int64]  # [N] finished groups
     right: NDArray[np.float64]  # [N] recent rollouts that pass
-    told: NDArray[np.float64]  # [N] recent rollouts with a known result
+    judged: NDArray[np.float64]  # [N] recent rollouts with a known result
     last: NDArray[np.int64]  # [N] number of the newest result among all results; -1: none
     failed: NDArray[np.int64]  # [N] groups that failed since the newest finished one
     results: int  # finished groups of all prompts
@@ -74,8 +75,8 @@ class PromptHistory:
     @property
     def pass_rate(self) -> NDArray[np.float64]:
         """The share of recent rollouts that pass, [N]; NaN without a known result."""
-        known = self.told > 0
-        return np.divide(self.right, self.told, out=np.full(len(self), np.nan), where=known)
+        known = self.judged > 0
+        return np.divide(self.right, self.judged, out=np.full(len(self), np.nan), where=known)
 
 
 class Results:
@@ -93,14 +94,14 @@ class Results:
     def _clear(self) -> None:
         self.seen = np.zeros(self._size, dtype=np.int64)
         self.right = np.zeros(self._size)
-        self.told = np.zeros(self._size)
+        self.judged = np.zeros(self._size)
         self.last = np.full(self._size, -1, dtype=np.int64)
         self.failed = np.zeros(self._size, dtype=np.int64)
         self.count = 0
         # The number of results with a known result.
         self.num_known = 0
         self._chunks: list[str] = []
-        # [row, right, told] of the results after the last chunk.
+        # [row, right, judged] of the results after the last chunk.
         self._tail: list[list[int]] = []
 
     def add(self, row: int, outcome: Outcome) -> None:
@@ -122,10 +123,10 @@ class Results:
         self.seen[row] += 1
         self.last[row] = self.count
         self.count += 1
-        if outcome.told:
+        if outcome.judged:
             self.num_known += 1
             self.right[row] = self._memory * self.right[row] + outcome.right
-            self.told[row] = self._memory * self.told[row] + outcome.told
+            self.judged[row] = self._memory * self.judged[row] + outcome.judged
 
     def history(
         self,
@@ -135,7 +136,8 @@ class Results:
     ) -> PromptHistory:
         """Return a copy of the sums, together with the properties of the prompts."""
         arrays: dict[str, Any] = {
-            name: getattr(self, name).copy() for name in ("seen", "right", "told", "last", "failed")
+            name: getattr(self, name).copy()
+            for name in ("seen", "right", "judged", "last", "failed")
         }
         arrays |= {"lengths": lengths.copy(), "sources": sources.copy()}
         for array in arrays.values():
@@ -157,8 +159,8 @@ class Results:
         for chunk in self._chunks:
             flat = np.frombuffer(zlib.decompress(base64.b64decode(chunk)), dtype="<i4")
             results += flat.reshape(3, -1).T.tolist()
-        for row, right, told in results + self._tail:
-            self._sum(row, Outcome(right, told))
+        for row, right, judged in results + self._tail:
+            self._sum(row, Outcome(right, judged))
         for row, count in state["failed"]:
             self.failed[row] = count
 

@@ -177,7 +177,7 @@ class CurriculumStream(PromptStream):
         """Return the curriculum's results and weights as metrics, at a hand-over."""
         history = self._results.history(*self._facts)
         weights = self._weights if self._weights is not None else self._weigh()
-        known = history.told > 0
+        known = history.judged > 0
         metrics = {
             "curriculum/seen": float((history.seen > 0).mean()),
             "curriculum/most_seen": float(history.seen.max()),

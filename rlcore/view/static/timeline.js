@@ -16,7 +16,7 @@ Views.timeline = {
     if (found.lost) place.append(note(`${found.lost} records are missing: there was no room for them in memory`));
     place.append(el("h2", {}, "Waits"),
       found.waits.length ? table({ class: "rows", label: "Waits" }, ["who", "waited for", "seconds", "of the step"], found.waits.map((wait) =>
-        el("tr", { "data-row": true }, el("td", {}, wait.who), el("td", {}, wait.whom), el("td", { class: "n" }, number(wait.seconds)),
+        el("tr", { "data-row": true }, el("td", {}, wait.waits), el("td", {}, wait.for), el("td", { class: "n" }, number(wait.seconds)),
           el("td", { class: "n" }, Math.round((100 * wait.seconds) / found.seconds) + " %"))))
         : note("Nobody waited."),
       note("For Perfetto (ui.perfetto.dev), join the files of ", run.path + "/timeline", " by zcat: see docs/trace.md."));

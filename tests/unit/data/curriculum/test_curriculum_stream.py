@@ -76,8 +76,8 @@ def test_another_seed_may_go_on_with_the_results() -> None:
 
 def test_a_sample_passes_by_its_verdict_or_by_its_reward() -> None:
     group = [sample(True, 0.9), sample(False, 0.2), sample(None, 0.5), sample("yes", 1.0)]
-    assert Outcome.of(group, None) == Outcome(right=1, told=2)
-    assert Outcome.of(group, 0.5) == Outcome(right=3, told=4)
+    assert Outcome.of(group, None) == Outcome(right=1, judged=2)
+    assert Outcome.of(group, 0.5) == Outcome(right=3, judged=4)
     failed = sample(False, 0.0, reward_error="timeout")  # which says nothing about the prompt
     assert Outcome.of([*group, failed], None) == Outcome(1, 2)
     assert Outcome.of([failed], 0.5) == Outcome(0, 0)
@@ -89,7 +89,7 @@ def test_a_rollout_in_several_samples_counts_once() -> None:
     group = [sample(True, 1.0), *(sample(False, 0.0) for _ in range(3))]
     for one in group[1:]:
         one.rollout_id = group[1].rollout_id
-    assert Outcome.of(group, None) == Outcome.of(group, 0.5) == Outcome(right=1, told=2)
+    assert Outcome.of(group, None) == Outcome.of(group, 0.5) == Outcome(right=1, judged=2)
 
 
 def test_earlier_groups_count_by_memory() -> None:
@@ -99,7 +99,7 @@ def test_earlier_groups_count_by_memory() -> None:
     history = results.history(np.zeros(3, np.int64), np.zeros(3, np.int64))
     assert history.seen.tolist() == [2, 0, 1]
     assert history.right.tolist() == [6.0, 0.0, 0.0]  # 8 / 2 + 2
-    assert history.told.tolist() == [12.0, 0.0, 0.0]
+    assert history.judged.tolist() == [12.0, 0.0, 0.0]
     assert history.last.tolist() == [2, -1, 1]
     np.testing.assert_array_equal(history.pass_rate, [0.5, math.nan, math.nan])
     assert (history.results, len(history)) == (3, 3)
@@ -180,7 +180,7 @@ def test_the_log_is_packed_and_summed_up_again() -> None:
     assert num_results(state) == results.count == 2 * CHUNK + 17
     again = Results(50, memory=0.7)
     again.restore(state)
-    for name in ("seen", "right", "told", "last"):
+    for name in ("seen", "right", "judged", "last"):
         assert np.array_equal(getattr(again, name), getattr(results, name)), name
     assert again.snapshot() == results.snapshot()
     assert sum(map(len, state["chunks"])) < 4 * 2 * CHUNK, "few bytes a result"
@@ -316,7 +316,7 @@ def test_keywords_may_change_at_a_resume_and_prompts_may_not() -> None:
     other = stream_of(12, build_curriculum("pass_rate", target=0.2), memory=0.0)
     other.restore(saved)
     assert num_results(other.snapshot()["curriculum"]["results"]) == 15
-    assert other._results.told.max() == 8, "memory holds from the first result on"
+    assert other._results.judged.max() == 8, "memory holds from the first result on"
     with pytest.raises(DataError, match="saved with 12 prompts"):
         stream_of(13).restore(saved)
     with pytest.raises(DataError, match=r"was saved with data\.curriculum"):
