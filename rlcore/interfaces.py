@@ -89,6 +89,9 @@ class PolicyBackend(WeightSource, Protocol):
             where the clip changed its loss); fp32 [M] on rank 0, NaN where no update trained it.
         """
 
+    def connect(self) -> object:
+        """Make the communicators of a training step, which stay on the device. Collective."""
+
     def offload(self) -> None:
         """Move everything to host memory, free the device, and drop the loaded batch.
 

@@ -39,7 +39,12 @@ with importing_megatron():
         layers_of,
     )
     from backends.megatron.model.moe import forget_tokens, mean_losses
-    from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.parallel.state import (
+        connect_groups,
+        destroy_parallel,
+        init_parallel,
+        init_process_group,
+    )
     from backends.megatron.training import passes
     from backends.megatron.training.offload import OffloadedTensors, wait_for_memory
     from backends.megatron.training.optimizer import StepReport
@@ -342,6 +347,20 @@ class MegatronBackend:
         return self._adapters_of.setdefault(name, save_load.Adapters(lora, base))
 
     # --- device memory ----------------------------------------------------------------------------
+
+    def connect(self) -> dict[str, int]:
+        """Make the communicators of a training step, whose memory engines on the GPU must see.
+
+        Returns the sizes of their groups by name.
+        """
+        arch = self.policy.arch
+        with megatron_device(self.device):
+            return connect_groups(
+                self.device,
+                moe=bool(arch.num_experts),
+                tied=arch.tie_word_embeddings,
+                distributed=self.config.policy.optimizer.distributed,
+            )
 
     def offload(self) -> None:
         """Move the models into host memory, drop a loaded batch, and free the device's memory.

@@ -60,6 +60,8 @@ class GpuSharing:
         self._memory = memory
         self._timeout_s = timeout_s
         self.phase = GpuPhase.GENERATING
+        # Engines size their caches by the memory that is free when they start.
+        backend.connect()
         backend.offload()
 
     def switch_to(self, phase: GpuPhase) -> None:

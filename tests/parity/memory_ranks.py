@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cases import TRAINED, make_config
 from rank_main import build_backend, joined, payload
 from saved_bytes import SavedBytes
@@ -40,7 +41,7 @@ def make_batch(case: dict[str, Any]) -> tuple[RolloutBatch, MinibatchPlan]:
     )
 
 
-def run(case: dict[str, Any], folder: Path) -> dict[str, int]:
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     optimizer = {**TRAINED, "offload": case.get("offload_optimizer", False)}
     config = make_config({**case, "optimizer": optimizer}, folder.parent / "models")
     backend = build_backend(config)
@@ -57,7 +58,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, int]:
         backend.update(0)
     optimizer = backend.policy.optimizer
     assert optimizer is not None
-    result = {
+    result: dict[str, Any] = {
+        "groups": backend.connect() if dist.is_initialized() else {},
         "parameters": num_bytes(parameters),
         "gradients": num_bytes(backend.policy._gradients()),
         "activations": saved.peak,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.launch.commands.plan import configured_layout
 from rlcore.planning.activations import training_bytes
+from rlcore.planning.fit import training_groups
 from rlcore.planning.memory import Load, gradient_bytes, optimizer_bytes, rank_weights
 
 RANKS = Path(__file__).with_name("memory_ranks.py")
@@ -170,7 +172,7 @@ def planned(
     }
 
 
-Measured = Callable[[int, str, int], dict[str, int]]
+Measured = Callable[[int, str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +190,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(models: Path) -> Measured:
     """Bytes by (ranks, case, rank); all cases of a world size run at the first use."""
-    worlds: dict[Path, list[dict[str, dict[str, int]]]] = {}
+    worlds: dict[Path, list[dict[str, dict[str, Any]]]] = {}
 
-    def of(size: int, name: str, rank: int) -> dict[str, int]:
+    def of(size: int, name: str, rank: int) -> dict[str, Any]:
         tier = CASES if any(one["name"] == name for one in CASES.get(size, [])) else MORE
         world = models.parent / f"world{size}{'' if tier is CASES else '_more'}"
         if world not in worlds:
@@ -214,6 +216,12 @@ def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
     each = size // config.policy.parallel.pipeline
     for rank in range(size):
         found = dict(measured(size, case["name"], rank))
+        layout = configured_layout(config, arch, size)
+        # A plan takes an optimizer without copies to divide for a plain one.
+        layout = replace(layout, distributed=case.get("distributed", False))
+        assert found.pop("groups") == training_groups(
+            layout, moe=bool(arch.num_experts), tied=arch.tie_word_embeddings
+        )
         expected = planned(arch, config, case, size, rank)
         # Of the mean rank of its stage: a plan takes tokens as evenly routed, which a router of
         # random weights does not do.

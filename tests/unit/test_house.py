@@ -48,7 +48,7 @@ BUDGETS = {
     "rollout/sandbox": 1_050,  # confinement
     "rollout/weight_sync": 2_800,  # publications and transports
     "rollout/workflows": 1_250,  # environments, agents, MCP
-    "backends/megatron": 11_200,  # models, passes, checkpoints, conversion; 1,100 for adapters
+    "backends/megatron": 11_300,  # models, passes, checkpoints, conversion; 1,200 for adapters
     "backends/megatron/dryrun": 900,  # single ranks at real size
 }
 

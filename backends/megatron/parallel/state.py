@@ -348,6 +348,52 @@ def init_parallel(
     return ParallelState.from_mpu(mpu, timeout_s=timeout_s, coordinates=coordinates)
 
 
+def connect_groups(
+    device: torch.device, *, moe: bool, tied: bool, distributed: bool
+) -> dict[str, int]:
+    """Use every group of a training step once, and return their sizes by name. Collective.
+
+    NCCL makes a communicator, of a hundred MiB to a GiB, at a group's first use. An engine on the
+    same GPU has to see that memory gone before it measures how much is free.
+
+    Args:
+        moe: the model has experts.
+        tied: embedding and head are one weight.
+        distributed: the optimizer's state is divided.
+    """
+    from megatron.core import parallel_state as mpu
+
+    groups = {
+        "tensor": mpu.get_tensor_model_parallel_group(),
+        "pipeline": mpu.get_pipeline_model_parallel_group(),
+        "context": mpu.get_context_parallel_group(),
+        "data and context": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
+    if tied and mpu.get_pipeline_model_parallel_world_size() > 1:
+        # None on the stages between the first and the last.
+        groups["embeddings"] = mpu.get_embedding_group(check_initialized=False)
+    if moe:
+        groups["expert"] = mpu.get_expert_model_parallel_group()
+        groups["expert tensor"] = mpu.get_expert_tensor_parallel_group()
+        groups["expert and its tensor"] = mpu.get_expert_tensor_and_model_parallel_group()
+        groups["expert data"] = mpu.get_expert_data_parallel_group()
+    if distributed:
+        groups["whole optimizer"] = mpu.get_intra_distributed_optimizer_instance_group()
+    else:
+        groups["model"] = mpu.get_model_parallel_group()
+    if moe and not distributed:
+        groups["model with experts"] = mpu.get_expert_tensor_model_pipeline_parallel_group()
+    used = {name: group for name, group in groups.items() if group is not None and group.size() > 1}
+    for name, group in used.items():
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+        if name == "expert":
+            given = torch.ones(group.size(), device=device)
+            dist.all_to_all_single(torch.empty_like(given), given, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return {name: group.size() for name, group in used.items()}
+
+
 @contextmanager
 def _groups_of_gpus() -> Iterator[None]:
     """Inside, new groups on CUDA use NCCL alone, instead of the default group's NCCL and gloo.

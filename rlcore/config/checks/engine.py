@@ -28,7 +28,7 @@ SERVER = "rollout.engine.server"
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "environment")
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 # An offloaded trainer still holds its CUDA context and NCCL's buffers, a GiB or two per process.
-MAX_GPU_SHARE = 0.85
+MAX_GPU_SHARE = 0.8
 # The speed of one response on a full engine, time in the queue included. A time limit that requires
 # more aborts responses.
 MAX_TOKENS_PER_S = 20
@@ -326,7 +326,7 @@ def colocated_notes(config: Config) -> Found:
         yield (
             f"{SERVER}.mem_fraction_static",
             f"{share:g} may be too much: an offloaded trainer keeps CUDA's context and NCCL's"
-            " buffers, a GiB or two per process",
+            " communicators, 7 to 10 GiB per process",
         )
 
 

@@ -85,6 +85,9 @@ class Backend:
         self.device = device
         self.rank = rank
 
+    def connect(self) -> None:
+        self.device.trainer(self.rank, "connect")
+
     def offload(self) -> None:
         self.device.trainer(self.rank, "offload")
 
@@ -101,7 +104,9 @@ def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> Gp
     sharing = GpuSharing(
         sync, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=LIMIT_S
     )
-    assert device.moves.pop() == "offload"
+    # Engines, which start afterwards, size their caches by the memory that is free.
+    assert device.moves[-2:] == ["connect", "offload"]
+    del device.moves[-2:]
     return sharing
 
 
