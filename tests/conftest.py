@@ -17,7 +17,10 @@ settings.load_profile("repeatable")
 # Of the everyday tests, those that take longest begin first once the quick ones are done: the last
 # file decides when both workers are.
 LONGEST = ("ray", "sglang", "parity")
-FOLDERS = ("unit", "fuzz", "nccl_rules", "parity", "checkpoint", "integration", "ray", "sglang")
+FOLDERS = (
+    *("unit", "fuzz", "nccl_rules", "parity", "checkpoint", "integration", "network", "ray"),
+    "sglang",
+)
 
 
 def folder_of(nodeid: str) -> str:
