@@ -81,6 +81,7 @@ class ExternalServer:
         loop = asyncio.get_running_loop()
         limit = self.config.start_timeout_s
         deadline = loop.time() + limit
+        warn = logger.warning
         while True:
             try:
                 return await client.get("/server_info")
@@ -92,6 +93,8 @@ class ExternalServer:
                         f" (rollout.engine.start_timeout_s: {limit:g} s); is it up, and is that"
                         f" URL right ({self._named_by})? {error}"
                     ) from error
+                warn("engine %s: %s; it may be starting, for %g s at most", self.name, error, limit)
+                warn = logger.debug
             await asyncio.sleep(POLL_S)
 
     def _check_server(self, info: Any) -> None:
