@@ -70,8 +70,6 @@ def _with_groups(found: Needs, layout: Layout, job: Job) -> Needs:
         # Buffers stay, unless colocated engines get their memory. Such engines hold their weights
         # at the same time, and read copies of two buckets.
         phases["publication"] = published.engine_bytes if published.colocated else 0
-        if published.colocated:
-            resident["the sleeping engine's rest"] = SLEEPING_BYTES
         if published.transport == "tensor":
             phases["publication"] += published.buffers(layout) + published.two_buckets
         else:
@@ -143,18 +141,14 @@ def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Wei
 
 # --- NCCL -----------------------------------------------------------------------------------------
 
-# Measured on 8 H100 with Megatron at TP 2 x PP 2 x DP 2, by suspending idle communicators: a
-# rank gets back 7 GB of a dense model, 9.5 GB of one with experts (verl-project/verl#6408). The
-# dense step uses four groups.
-STEP_BYTES = 7_000_000_000
-STEP_BYTES_MOE = 9_500_000_000
-GROUP_BYTES = STEP_BYTES // 4
-# A communicator that only broadcasts has a ring of 16 channels, with a buffer for each of three
-# protocols: 4 + 4.7 + 0.5 MiB in pages of 2 MiB (NCCL 2.27, src/init.cc, computeBuffSizes).
+# NCCL gives each channel of a communicator a buffer for each of its three protocols (NCCL 2.27,
+# src/init.cc, computeBuffSizes): 4 + 4.7 + 0.5 MiB, in pages of 2 MiB. An all-to-all has a 2 MiB
+# buffer for each channel and each peer on the node (sizes from NVIDIA/nccl issue 1685). torch makes
+# a communicator at a group's first call, so unused groups and groups of one rank cost nothing.
 MIB = 1 << 20
-RING_BYTES = 16 * 10 * MIB
-# What an engine keeps while it sleeps: CUDA's context, its own communicators, the allocator's rest.
-SLEEPING_BYTES = 2 << 30
+CHANNELS = 16  # assumed per communicator; NCCL chooses at most NCCL_MAX_CTAS (32)
+RING_BYTES = 10 * MIB  # per channel
+PEER_BYTES = 2 * MIB  # per channel and sending peer
 
 
 def communicators(layout: Layout, job: Job) -> int:
@@ -168,11 +162,9 @@ def communicators(layout: Layout, job: Job) -> int:
 
 
 def nccl_bytes(layout: Layout, job: Job) -> int:
-    """Return the bytes of a rank's communicators; torch makes one at a group's first use."""
-    moe = job.shape.experts > 0
-    groups = len(training_groups(layout, moe=moe, tied=job.shape.tied))
-    step = min(groups * GROUP_BYTES, STEP_BYTES_MOE if moe else STEP_BYTES)
-    return step + (communicators(layout, job) - groups) * RING_BYTES
+    """Return the bytes of the buffers of a rank's communicators."""
+    peers = min(layout.expert, GPUS_PER_NODE) - 1
+    return CHANNELS * (communicators(layout, job) * RING_BYTES + peers * PEER_BYTES)
 
 
 def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:

@@ -14,12 +14,8 @@ from rlcore.config.load import load_config
 from rlcore.launch.commands.dryrun import dry_run
 from rlcore.launch.commands.plan import configured_layout
 from rlcore.planning.fit import (
-    GROUP_BYTES,
+    CHANNELS,
     MIB,
-    RING_BYTES,
-    SLEEPING_BYTES,
-    STEP_BYTES,
-    STEP_BYTES_MOE,
     communicators,
     nccl_bytes,
     needs,
@@ -120,22 +116,19 @@ def test_the_fullest_stage_is_that_of_the_whole_step(transport: str) -> None:
             sum(one.resident.values()) + buffers + max(*one.phases.values(), during)
             for one in alone
         ]
-        rest = nccl_bytes(layout, job) + SLEEPING_BYTES
-        assert needs(layout, job).peak == max(peaks) + rest
+        assert needs(layout, job).peak == max(peaks) + nccl_bytes(layout, job)
 
 
-def test_bytes_are_those_that_were_measured() -> None:
-    """Of a step at most what eight ranks held; a ring of 16 channels for a publication's groups."""
+def test_bytes_are_those_of_the_channels() -> None:
     assert nccl_bytes(Layout(), job_of(None)) == 0
-    assert nccl_bytes(Layout(tensor=4), job_of(None)) == 2 * GROUP_BYTES
-    measured = Layout(tensor=2, pipeline=2, data=2)
-    assert nccl_bytes(measured, job_of(None)) == STEP_BYTES
+    assert nccl_bytes(Layout(tensor=4), job_of(None)) == 2 * CHANNELS * 10 * MIB
     moe = replace(DENSE, experts=16, topk=2, expert_ffn=32, expert_layers=(True,) * 8)
     layout = Layout(data=16, expert=16)
-    assert nccl_bytes(layout, job_of(None, moe)) <= STEP_BYTES_MOE
-    published = Publication((8,), 8, engines=6, transport="distributed", senders=2)
-    added = communicators(measured, job_of(published)) - communicators(measured, job_of(None))
-    assert nccl_bytes(measured, job_of(published)) == STEP_BYTES + added * RING_BYTES
+    groups = communicators(layout, job_of(None, moe))
+    peers = CHANNELS * 7 * 2 * MIB
+    assert nccl_bytes(layout, job_of(None, moe)) == groups * CHANNELS * 10 * MIB + peers, (
+        "peers of the node alone"
+    )
     # LL, LL128 and Simple, in pages of 2 MiB
     protocols = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
-    assert -(-protocols // (2 * MIB)) * 2 * MIB * 16 == RING_BYTES
+    assert -(-protocols // (2 * MIB)) * 2 == 10
