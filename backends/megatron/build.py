@@ -6,6 +6,7 @@ device, or in host memory between passes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,15 @@ from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_weights, weights_of
+from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
 from rlcore.config.sections.policy import LoraConfig, OptimizerConfig
 from rlcore.errors import ConfigError
 from rlcore.planning.memory import padded_vocab_size
 from rlcore.timeline.start import START
 from rlcore.weights import DTYPES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ def build_policy(context: BuildContext) -> Model:
     model = context.build(context.arch)
     checkpoint = None if config.policy.checkpoint is None else Path(config.policy.checkpoint)
     base = base_path(context)
+    if context.parallel.rank == 0:
+        warn_of_other_bases(config, base)
     if base != checkpoint and not (base / MANIFEST).is_file():
         context.load(model, context.arch, str(base))
     elif context.weights:
@@ -150,6 +156,19 @@ def build_policy(context: BuildContext) -> Model:
     elif lora.path is not None:
         context.load_adapters(named_factors(model.chunks), lora, lora.path, "policy.lora.path")
     return model
+
+
+def warn_of_other_bases(config: Config, base: Path) -> None:
+    """Log which frozen policies were trained on other weights than `base`."""
+    for folder in read_policies(config.rollout.policies).values():
+        # A name on the hub, or a folder of another machine, cannot be compared.
+        other = Path(folder.base)
+        if folder.base and other.exists() and other.resolve() != base.resolve():
+            logger.warning(
+                "%s: %s was trained on %s, and this run's model is %s: unless the weights are the"
+                " same, it answers otherwise than it did",
+                *(folder.key, folder.path, other, base),
+            )
 
 
 def base_path(context: BuildContext) -> Path:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-
 import torch
 
 from backends.megatron.convert.adapters import adapted_layers
@@ -13,9 +10,8 @@ from backends.megatron.convert.peft_folder import check_factors
 from backends.megatron.model.layers import layer_fields, layers_of
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
+from rlcore.config.derived import generates
 from rlcore.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
@@ -37,17 +33,8 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         )
     if policy.lora is not None:
         adapted_layers(arch, policy.lora)
-    for folder in read_policies(config.rollout.policies).values():
+    for folder in read_policies(config.rollout.policies if generates(config) else {}).values():
         check_factors(folder, arch)
-        # A name on the hub, or a folder of another machine, cannot be compared.
-        base = Path(folder.base).resolve()
-        ours = [Path(path).resolve() for path in (config.model.path, policy.checkpoint) if path]
-        if folder.base and base.exists() and not {*ours} & {base, *base.parents}:
-            logger.warning(
-                "%s: %s was trained on %s, and this run's model is %s: unless the weights are the"
-                " same, it answers otherwise than it did",
-                *(folder.key, folder.path, folder.base, ours[-1]),
-            )
     layers = None if device is None else layers_of(config, device, latent=arch.latent_attention)
     if not policy.megatron:
         return

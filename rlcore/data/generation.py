@@ -71,8 +71,9 @@ class GenerateRequest:
 
     @property
     def rid(self) -> str:
-        """The id of the request: the address of its first random number."""
-        return f"{self.seed}-{self.draw}-{self.first_sample}-{self.turn}"
+        """The id of the request: the address of its first random number, and another policy."""
+        address = f"{self.seed}-{self.draw}-{self.first_sample}-{self.turn}"
+        return address if self.policy is None else f"{address}-{self.policy}"
 
     @property
     def samples(self) -> Sequence[int]:

@@ -345,7 +345,7 @@ class _Attempt:
         """The completions of a request. Time spent here does not count as the workflow's."""
         if self.ended:
             raise RolloutFailed("timeout", "this try of the rollout has ended")
-        # everything that determines the answer to a request
+        # everything that determines the answer to a request; its id names the policy
         prompt = hashlib.blake2b(request.prompt.tobytes(), digest_size=16).digest()
         key = (request.rid, request.n, request.sampling, prompt)
         found = None if self._answers is None else self._answers.get(key)

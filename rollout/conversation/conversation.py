@@ -226,7 +226,7 @@ class Conversation:
             return Reply("", "", (), limit, 0)
         if size != asked or stop:
             sampling = replace(sampling, max_new_tokens=size, stop=(*sampling.stop, *stop))
-        other = policy is not None and policy != shared.context.policy
+        other = policy is not None
         request = GenerateRequest(
             self._tokens,
             sampling,

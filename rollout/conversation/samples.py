@@ -123,10 +123,14 @@ def _sample(path: list[Node], own: set[Node], prompt: Prompt, draw: int, index: 
             spans.append(TurnSpan(node.turn, len(messages) - 1, made, made + len(node.tokens)))
             made += len(node.tokens)
     masks = [c.sampling_mask for c in completions if c.sampling_mask is not None]
+    # A dropped turn may be another policy's, whose routers saw other states. The record of the next
+    # turn covers its tokens too.
     routed = [
         node.completion.routed_experts
         for node in path
-        if node.completion is not None and node.completion.routed_experts is not None
+        if not node.dropped
+        and node.completion is not None
+        and node.completion.routed_experts is not None
     ]
     last = path[-1].completion
     assert last is not None

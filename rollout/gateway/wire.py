@@ -165,7 +165,7 @@ def read_request(
     asked = given.pop("model", None)
     for key in [key for key in given if key not in EXPECTED and key not in HARMLESS]:
         _check_held(key, given.pop(key), held)
-    if asked not in models:
+    if not isinstance(asked, str) or asked not in models:
         raise Refused(
             404,
             f"there is no model {asked!r} here, only {', '.join(map(repr, models))}",

@@ -205,6 +205,13 @@ def test_policies_without_adapters_or_of_another_shape_are_refused(
     given = (f"model.path={tmp_path / 'copy'}", "training.steps=1", policies)
     other = workspace.train("policies on another base", *GIVEN, *given)
     assert other.lines("was trained on") != []
+    given = (f"policy.checkpoint={run.checkpoint(2)}", "training.steps=1", policies)
+    same = workspace.train("policies on the same base", *GIVEN, *given)
+    assert (same.code, same.lines("was trained on")) == (0, [])
+    whole = workspace.train("whole weights", *LEARNING, "training.steps=1", "checkpoint.every=1")
+    given = (f"policy.checkpoint={whole.checkpoint(1)}", "training.steps=1", policies)
+    moved = workspace.train("policies on moved weights", *GIVEN, *given)
+    assert moved.lines("was trained on") != []
     half = tmp_path / "half"
     shutil.copytree(run.folder / "hf", half)
     tensors = load_file(half / "adapter_model.safetensors")

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,17 @@ def test_without_retries_nothing_is_tried_again() -> None:
     with pytest.raises(GivenUp):
         run(flaky, retries=0)
     assert flaky.tries == 1
+
+
+def test_two_policies_asked_the_same_give_answers_of_their_own() -> None:
+    engine = Engine()
+
+    async def make(generate: Generate) -> list[int]:
+        asked = (request(), replace(request(), policy="earlier"), request())
+        return [int((await generate(one))[0].tokens[0]) for one in asked]
+
+    own, other, again = run(make, engine, retries=1)
+    assert own == again != other
 
 
 def test_another_request_under_an_old_address_is_asked_anew() -> None:

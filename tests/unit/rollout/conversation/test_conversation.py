@@ -327,6 +327,48 @@ def test_an_evaluation_of_a_frozen_policy_has_all_turns_from_it() -> None:
     assert [span.turn for span in sample.turn_spans] == [0, 1]
 
 
+@pytest.mark.parametrize("policy", [None, "earlier"])
+def test_a_judge_that_is_named_is_context_whoever_is_evaluated(policy: str | None) -> None:
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, by_turn("ab", "cd"))
+    context = make_context(tokenizer, policies=("earlier",), policy=policy)
+
+    async def play() -> Conversation:
+        conversation = context.conversation(make_prompt(tokenizer, "hi"), 3, 0, model)
+        await conversation.generate()
+        await conversation.append(user("right?"))
+        await conversation.generate(policy="earlier")
+        return conversation
+
+    (sample,) = asyncio.run(play()).samples()
+    assert sample.response_text == "ab"
+    assert sample.measured["untrained_earlier"] == 3
+
+
+def test_the_routing_of_another_policy_is_not_replayed() -> None:
+    """Its routers saw other states; the record of the next turn covers the same tokens."""
+    tokenizer = make_tokenizer()
+    scripted = ScriptedModel(tokenizer, by_turn("ab", "cd"))
+
+    async def routed(request: GenerateRequest) -> list[Completion]:
+        [one] = await scripted(request)
+        tokens = len(request.prompt) + len(one.tokens) - 1
+        chosen = 7 if request.policy else 1
+        return [replace(one, routed_experts=np.full((tokens, 1, 2), chosen, dtype=np.int16))]
+
+    context = make_context(tokenizer, policies=("earlier",))
+
+    async def play() -> Conversation:
+        conversation = context.conversation(make_prompt(tokenizer, "hi"), 3, 0, routed)
+        await conversation.generate(policy="earlier")
+        return await go_on(conversation, "x")
+
+    (sample,) = asyncio.run(play()).samples()
+    assert sample.routed_experts is not None
+    assert (sample.routed_experts == 1).all()
+    assert len(sample.routed_experts) == len(sample.tokens) - 1
+
+
 def test_order_of_calls_is_held() -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "a")
     conversation = asyncio.run(converse(begin(model)))

@@ -229,6 +229,8 @@ def test_the_name_of_a_model_is_that_of_a_policy() -> None:
         status, answer = await post(endpoint, body(messages, model="later"))
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
         assert "only 'policy', 'earlier'" in answer["error"]["message"]
+        status, answer = await post(endpoint, body(messages, model=["policy"]))
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
     samples, model = play(run, by_turn("a draft", "an answer"), policies=("earlier",))
     assert [request.policy for request in model.requests] == ["earlier", None]
