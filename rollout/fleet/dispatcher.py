@@ -105,9 +105,10 @@ class Dispatcher:
             EngineFailed: the last of `retries` + 1 engines failed.
             NoEngineLeft: no engine can be asked.
         """
+        avoid = None
         for attempts_left in range(self.config.retries, -1, -1):
             asked = now()
-            lease = await self.fleet.router.lease(*keys, room=room)
+            lease = await self.fleet.router.lease(*keys, room=room, avoid=avoid)
             lease.requests = requests
             try:
                 if RECORDER.enabled:
@@ -116,6 +117,8 @@ class Dispatcher:
             except EngineFailed as error:
                 if not lease.overdue:
                     self.fleet.lost(lease, error)
+                if isinstance(error, InvalidAnswer):
+                    avoid = lease.member
                 if not attempts_left:
                     raise
                 self.retried += len(requests)

@@ -156,7 +156,9 @@ class Fleet:
         if lease.start != member.health.starts:
             return
         member.invalid_answers += isinstance(error, InvalidAnswer)
-        if isinstance(error, InvalidAnswer) and member.invalid_answers < MAX_INVALID:
+        # The last attempt comes after a restart.
+        limit = min(MAX_INVALID, max(1, self._config.retries))
+        if isinstance(error, InvalidAnswer) and member.invalid_answers < limit:
             logger.warning("%s", error)
             return
         self._fail(member, str(error))

@@ -121,6 +121,7 @@ class _Waiting:
     keys: Sequence[Hashable]
     room: int
     granted: asyncio.Future[Lease]
+    avoid: Member | None = None
 
 
 class Router:
@@ -141,19 +142,20 @@ class Router:
         # Called when an engine may have gained room.
         self.on_room: Callable[[], None] = lambda: None
 
-    async def lease(self, *keys: Hashable, room: int) -> Lease:
+    async def lease(self, *keys: Hashable, room: int, avoid: Member | None = None) -> Lease:
         """Wait for a serving engine with room for a call.
 
         The caller limits the wait. Raises NoEngineLeft.
 
         Args:
             keys: calls with the same key share a prefix; the key of the longest prefix comes first.
+            avoid: an engine that does not get the call while another one serves.
         """
-        if not self._waiting and (member := self._pick(keys, room)) is not None:
+        if not self._waiting and (member := self._pick(keys, room, avoid)) is not None:
             return self._give(member, keys)
         if (error := self._no_engine_error()) is not None:
             raise error
-        waiting = _Waiting(keys, room, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(keys, room, asyncio.get_running_loop().create_future(), avoid)
         self._waiting.append(waiting)
         try:
             return await waiting.granted
@@ -179,6 +181,7 @@ class Router:
         def can_stay(waiting: _Waiting) -> bool:
             """Whether the engine with the caller's prefix has room, or any if none has it."""
             home = self._home_of(waiting.keys)
+            home = None if home is waiting.avoid else home
             near = self._members if home is None else [home]
             return not waiting.granted.done() and any(m.has_room(waiting.room) for m in near)
 
@@ -188,9 +191,12 @@ class Router:
             if first.granted.done():
                 self._waiting.popleft()
                 continue
-            if self._pick(first.keys, first.room) is not None:
-                first = next(filter(can_stay, islice(self._waiting, AHEAD)), first)
-                member = self._pick(first.keys, first.room)
+            if self._pick(first.keys, first.room, first.avoid) is not None:
+                chosen = next(filter(can_stay, islice(self._waiting, AHEAD)), first)
+                member = self._pick(chosen.keys, chosen.room, chosen.avoid)
+                # The other one may have to avoid the only engine with room.
+                first = first if member is None else chosen
+                member = member or self._pick(first.keys, first.room, first.avoid)
                 assert member is not None, "there is room"
                 first.granted.set_result(self._give(member, first.keys))
             elif (error := self._no_engine_error()) is not None:
@@ -228,8 +234,13 @@ class Router:
                 del self._homes[next(iter(self._homes))]
         return lease
 
-    def _pick(self, keys: Sequence[Hashable], room: int) -> Member | None:
-        free = [member for member in self._members if member.has_room(room)]
+    def _pick(
+        self, keys: Sequence[Hashable], room: int, avoid: Member | None = None
+    ) -> Member | None:
+        serving = [member for member in self._members if member.health.state is State.SERVING]
+        if serving == [avoid]:
+            avoid = None
+        free = [m for m in self._members if m is not avoid and m.has_room(room)]
         if not free:
             return None
         least = min(free, key=lambda member: len(member.leases))
