@@ -47,6 +47,7 @@ from rlcore.stores import FolderStore, Store, few_store_requests, keys_under
 from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
 from rollout.weight_sync.process_group import (
+    CHOSEN_INTERFACE,
     SHARED_GPU,
     SHARED_SINCE,
     interface_of,
@@ -230,6 +231,10 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
         found["NCCL_CUMEM_ENABLE"] = engine.environment.get(
             "NCCL_CUMEM_ENABLE", "1" if symmetric else "0"
         )
+    if engine.colocated:
+        # The first use of a group then makes the connections of all algorithms, before an engine
+        # measures how much memory is free.
+        found["NCCL_RUNTIME_CONNECT"] = "0"
     if "PYTORCH_ALLOC_CONF" in os.environ:
         return found
     settings = []
@@ -347,11 +352,12 @@ def choose_interface(store: Store, rank: int, world_size: int) -> None:
     By default gloo takes the interface of the host's name, which may be loopback or a slow network
     for administration.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if world_size == local or {INTERFACE, NCCL_INTERFACE} <= os.environ.keys():
+    if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         return
+    # Ranks of another node may wait for the address, whatever is set here.
     interface = interface_of(address_for_others(store, rank, world_size))
     if interface is not None:
+        os.environ[CHOSEN_INTERFACE] = interface
         os.environ.setdefault(INTERFACE, interface)
         # The sign stands for this name alone, not for all that begin with it.
         os.environ.setdefault(NCCL_INTERFACE, f"={interface}")

@@ -56,6 +56,9 @@ class Server(Protocol):
     async def start(self) -> str:
         """Start the server and return its URL. May be called again after `kill`."""
 
+    async def compiles(self) -> bool:
+        """Whether a compiler runs on its machine, so that it may be silent; False if unknown."""
+
     def describe_end(self) -> str:
         """How the process ended, and the last lines of its log."""
 
@@ -66,14 +69,17 @@ class Server(Protocol):
         """End the process at once."""
 
 
-def compiles(pid: int | None) -> bool:
-    """Whether a compiler runs below a process of this machine."""
-    with suppress(psutil.NoSuchProcess):
-        for process in [] if pid is None else psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if process.name() in COMPILERS:
-                    return True
-    return False
+def compiles_here() -> bool:
+    """Whether a compiler of this user runs on this machine.
+
+    It may be another server's: the one that waits for a kernel's lock has none of its own.
+    """
+    own = os.getuid()
+    return any(
+        process.info["name"] in COMPILERS and process.info["uids"].real == own
+        for process in psutil.process_iter(["name", "uids"])
+        if process.info["uids"] is not None
+    )
 
 
 class ChildServer:
@@ -215,6 +221,10 @@ class ChildServer:
     def pid(self) -> int | None:
         """The process id; None before the first start."""
         return None if self.process is None else self.process.pid
+
+    async def compiles(self) -> bool:
+        """See `Server.compiles`."""
+        return await asyncio.to_thread(compiles_here)
 
     def describe_end(self) -> str:
         """See `Server.describe_end`."""

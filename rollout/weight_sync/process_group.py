@@ -360,6 +360,10 @@ def gpu_identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+# Holds the interface that a rank has chosen for itself.
+CHOSEN_INTERFACE = "RLCORE_INTERFACE"
+
+
 def own_address(url: str) -> str:
     """The address under which the server at `url` reaches this machine.
 

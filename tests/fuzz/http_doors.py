@@ -87,6 +87,9 @@ class Listening(Known):
         """Return where it listens."""
         return self.url
 
+    async def compiles(self) -> bool:
+        return False
+
     def describe_end(self) -> str:
         """It does not end."""
         return "running"

@@ -30,7 +30,7 @@ BUDGETS = {
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
-    "rlcore/launch": 7_790,  # 17 commands; local, torchrun, Ray; the service's process
+    "rlcore/launch": 7_800,  # 17 commands; local, torchrun, Ray; the service's process
     "rlcore/planning": 1_660,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
@@ -41,8 +41,8 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 7_150,  # SGLang, embedded, external; contract; adapters, records of experts
-    "rollout/fleet": 1_760,  # states, routing, probes, restarts
+    "rollout/engines": 7_180,  # SGLang, embedded, external; contract; adapters, records of experts
+    "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges
     "rollout/sandbox": 1_050,  # confinement

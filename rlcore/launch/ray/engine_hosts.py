@@ -71,6 +71,10 @@ class EngineHost:
         """Return the names of the GPUs that the engine shares with the trainer."""
         return self._gpus
 
+    async def compiles(self) -> bool:
+        """Return whether a compiler runs on this machine."""
+        return await self._server.compiles()
+
     async def pid(self) -> int | None:
         """Return the server's process id."""
         return self._server.pid
@@ -159,6 +163,14 @@ class HostedServer:
     def ended(self) -> asyncio.Future[Any] | None:
         """The task that is done once the server or its actor has ended; None before the start."""
         return self._ended
+
+    async def compiles(self) -> bool:
+        """Ask the machine of the server."""
+        try:
+            return bool(await answer(self._host.compiles.remote(), what=f"engine {self.name}"))
+        except RlcoreError:
+            # The actor or its node is gone.
+            return False
 
     def describe_end(self) -> str:
         """Describe the end of the server."""

@@ -28,7 +28,7 @@ from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.weights import Bucket, TensorSpec, are_factors
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
-from rollout.engines.child_process import Server, compiles
+from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
 from rollout.engines.server_client import ServerClient, raise_explained
 from rollout.engines.sglang import patches
@@ -189,7 +189,7 @@ class SGLangEngine:
             await self._running.get("/server_info")
         except EngineFailed as error:
             # The scheduler answers nothing while it builds a kernel, at the kernel's first use.
-            if not await asyncio.to_thread(compiles, self.server.pid):
+            if not await self.server.compiles():
                 await raise_explained(error, self.server)
         version = self.weights.version if self.weights.state == "ready" else None
         own_gpu = self._device == "cuda" and not self.config.colocated

@@ -91,8 +91,12 @@ class SGLangFactory:
         }
         arguments: dict[str, Any] = {name: True for name, is_needed in needed.items() if is_needed}
         if not any(server_argument(engine, name) for name in ("load_format", "quantization")):
-            # It serves nothing before the first publication, which has every weight.
+            # It serves nothing before the first publication, which has every weight but those of a
+            # draft model.
             arguments["load_format"] = "dummy"
+            if server_argument(engine, "speculative_draft_model_path") is not None:
+                draft = server_argument(engine, "speculative_draft_load_format")
+                arguments["speculative_draft_load_format"] = draft or "auto"
         if (lora := published_adapters(config)) is not None:
             policies = read_policies(config.rollout.policies).values()
             if not on_gpu:

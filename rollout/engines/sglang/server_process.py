@@ -21,6 +21,7 @@ from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, s
 from rlcore.config.derived import in_weight_group
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
+from rlcore.deadlines import ENGINE_ENDING_S
 from rlcore.errors import ConfigError
 from rlcore.hf_config.read import read_config
 from rlcore.interpreters.ask import Interpreter, ask, cuda_toolkit
@@ -31,7 +32,12 @@ from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import EngineNode, Keys
 from rollout.engines.sglang.entry import RENDEZVOUS, RENDEZVOUS_SCHEME
-from rollout.weight_sync.process_group import interface_of, is_loopback, own_address
+from rollout.weight_sync.process_group import (
+    CHOSEN_INTERFACE,
+    interface_of,
+    is_loopback,
+    own_address,
+)
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ENTRY = Path(__file__).with_name("entry.py")
@@ -244,21 +250,26 @@ class ManagedServer(ChildServer):
         if self._node is not None:
             for name, value in node_environment(self._node).items():
                 variables.setdefault(name, value)
-        elif is_loopback(self.config.host):
-            # The trainer is on this machine, so gloo can listen on loopback only.
-            variables.setdefault(GLOO_INTERFACE, loopback_interface())
+        elif is_loopback(self.config.host) and variables.get(GLOO_INTERFACE) in (
+            None,
+            os.environ.get(CHOSEN_INTERFACE),
+        ):
+            # The trainer is on this machine, so gloo can listen on loopback only, whatever a rank
+            # in the same process has chosen for itself.
+            variables[GLOO_INTERFACE] = loopback_interface()
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
 
 
 def longest_pause_s(config: EngineConfig) -> float:
-    """Return the seconds that an engine may be paused while others fail a publication and restart.
+    """Return the seconds that an engine may be paused, while another one fails a publication.
 
+    The failing one is given up after `update_timeout_s`, and the next attempt may meet another.
     SGLang's watchdog takes a batch that an `in_place` pause holds for a hung one, and ends the
-    server. The fleet itself restarts an engine without progress (`progress_timeout_s`).
+    server. Engines that hang are found by the fleet itself (`progress_timeout_s`).
     """
-    return 6 * config.update_timeout_s + config.start_timeout_s + config.restart.max_backoff_s
+    return 3 * (config.update_timeout_s + ENGINE_ENDING_S)
 
 
 def gpu_environment(config: EngineConfig, variables: Mapping[str, str]) -> dict[str, str]:

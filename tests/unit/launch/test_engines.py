@@ -161,10 +161,29 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     managed(*python)
+    # They read no weights.
+    assert {given["arguments"].pop("load_format") for given in recorded} == {"dummy"}
     assert [given["arguments"] for given in recorded] == [
         {}, {"enable_return_routed_experts": True}, {"enable_memory_saver": True}, {}, {}, {},
     ]  # fmt: skip
     assert [given["gpus"] for given in recorded] == [[], [], ["4"], ["7"], ["5"], ["6"]]
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        ("{load_format: safetensors}", {}),
+        (
+            "{speculative-draft-model-path: /d}",
+            {"load_format": "dummy", "speculative_draft_load_format": "auto"},
+        ),
+    ],
+)
+def test_weights_that_no_publication_brings_are_read(
+    python: tuple[str, str], server: str, expected: dict[str, str]
+) -> None:
+    [made] = managed(*python, f"rollout.engine.server={server}")
+    assert made._arguments == expected
 
 
 def test_without_an_environment_the_script_is_named(tiny_model: Path) -> None:

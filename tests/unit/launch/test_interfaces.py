@@ -10,7 +10,12 @@ from torch.distributed import HashStore
 
 from rlcore.launch import process
 from rlcore.launch.environment import INTERFACE
-from rlcore.launch.process import NCCL_INTERFACE, address_for_others, choose_interface
+from rlcore.launch.process import (
+    CHOSEN_INTERFACE,
+    NCCL_INTERFACE,
+    address_for_others,
+    choose_interface,
+)
 
 # What a name stands for on node 0, and the route from each node's ranks to a host.
 NODE_0 = {"node-0": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
@@ -22,7 +27,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29400"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    for name in (INTERFACE, NCCL_INTERFACE):
+    for name in (INTERFACE, NCCL_INTERFACE, CHOSEN_INTERFACE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -60,7 +65,9 @@ def test_what_the_user_says_stays(ranks: None, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(process, "route_to", lambda host: "10.0.0.1")
     monkeypatch.setattr(process, "interface_of", {"10.0.0.1": "ib0"}.get)
     monkeypatch.setenv(INTERFACE, "eth7")
-    choose_interface(HashStore(), 1, 2)
+    store = HashStore()
+    choose_interface(store, 1, 2)
+    assert store.get("address/1") == b"10.0.0.1", "a rank of another node may wait for it"
     assert (os.environ[INTERFACE], os.environ[NCCL_INTERFACE]) == ("eth7", "=ib0")
     monkeypatch.delenv(NCCL_INTERFACE)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -169,8 +169,9 @@ def test_the_allocator_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_environment(small_config(), OLD) == {ALLOCATOR: f"{segments},{threads}"}
     for engine in ({"colocated": True}, {"transport": "tensor"}):
         by_handle = small_config(rollout={"engine": engine})
-        assert cuda_environment(by_handle, NEW) == {ALLOCATOR: pinned}
-        assert cuda_environment(by_handle, OLD) == {ALLOCATOR: threads}
+        connect = {"NCCL_RUNTIME_CONNECT": "0"} if "colocated" in engine else {}
+        assert cuda_environment(by_handle, NEW) == {ALLOCATOR: pinned} | connect
+        assert cuda_environment(by_handle, OLD) == {ALLOCATOR: threads} | connect
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert cuda_environment(small_config(), NEW) == {}
 

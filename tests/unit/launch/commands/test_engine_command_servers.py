@@ -70,6 +70,9 @@ class FakeServer:
         assert self.ended is not None
         self.ended.set_result(-9)
 
+    async def compiles(self) -> bool:
+        return False
+
     def describe_end(self) -> str:
         return "killed by SIGKILL; the end of its log: out of memory"
 

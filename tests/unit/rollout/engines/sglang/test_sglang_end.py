@@ -15,12 +15,14 @@ from rollout.engines.sglang.engine import SGLangEngine
 
 
 class Server:
-    pid = None
     name = "engine-3"
     managed = True
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def compiles(self) -> bool:
+        return False
 
     def describe_end(self) -> str:
         return "killed by SIGKILL; the end of its log: out of memory"
