@@ -54,7 +54,7 @@ async def gateway() -> AsyncIterator[Door]:
     made = Gateway(str)
     made._port = asyncio.get_running_loop().create_future()
     made._serving = asyncio.ensure_future(made._serve(made._port))
-    made._sessions["the-key"] = SimpleNamespace(held={})  # type: ignore[assignment]
+    made._sessions["the-key"] = SimpleNamespace(held={}, models={"policy": None})  # type: ignore[assignment]
     yield Door(await made._port, "/v1/chat/completions", "the-key")
     made._serving.cancel()
     await asyncio.wait({made._serving})
