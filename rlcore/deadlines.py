@@ -17,7 +17,7 @@ Each row waits for the row below it. Keys are set in the configuration; constant
     engine client        a control call                  update_timeout_s + ENGINE_GRACE_S if the
                                                          engine has that limit, too; CALLS_AT_ONCE
                                                          times for one that may wait for others
-    fleet                an engine's health              rollout.engine.health_timeout_s
+    fleet                an engine's health              health_timeout_s + ENGINE_GRACE_S
     group runner         one try of a rollout            rollout.workflow.timeout_s
     an environment       one call of a method            rollout.workflow.tool_timeout_s
     reward pool          one reward                      reward.timeout_s

@@ -17,7 +17,7 @@ while [[ $1 == --* ]]; do
         --nodes=*) count=${1#*=} ;;
         --nodelist=*) IFS=, read -ra nodes <<< "${1#*=}" ;;
         --kill-on-bad-exit=*) kill=${1#*=} ;;
-        --container-image=*) export IMAGE=${1#*=} ;;
+        --container-image=*) export IMAGE=${1#*=}; cd / ;;
     esac
     shift
 done

@@ -32,6 +32,7 @@ from backends.megatron.training.optimizer import ScheduledOptimizer
 from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_weights, weights_of
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
+from rlcore.config.derived import generates
 from rlcore.config.sections.policy import LoraConfig, OptimizerConfig
 from rlcore.errors import ConfigError
 from rlcore.planning.memory import padded_vocab_size
@@ -137,7 +138,7 @@ def build_policy(context: BuildContext) -> Model:
     model = context.build(context.arch)
     checkpoint = None if config.policy.checkpoint is None else Path(config.policy.checkpoint)
     base = base_path(context)
-    if context.parallel.rank == 0:
+    if context.parallel.rank == 0 and context.weights and generates(config):
         warn_of_other_bases(config, base)
     if base != checkpoint and not (base / MANIFEST).is_file():
         context.load(model, context.arch, str(base))

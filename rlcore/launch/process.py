@@ -357,8 +357,8 @@ def choose_interface(store: Store, rank: int, world_size: int) -> None:
     # Ranks of another node may wait for the address, whatever is set here.
     interface = interface_of(address_for_others(store, rank, world_size))
     if interface is not None:
-        os.environ[CHOSEN_INTERFACE] = interface
-        os.environ.setdefault(INTERFACE, interface)
+        if INTERFACE not in os.environ:
+            os.environ[INTERFACE] = os.environ[CHOSEN_INTERFACE] = interface
         # The sign stands for this name alone, not for all that begin with it.
         os.environ.setdefault(NCCL_INTERFACE, f"={interface}")
 

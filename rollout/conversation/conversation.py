@@ -226,14 +226,13 @@ class Conversation:
             return Reply("", "", (), limit, 0)
         if size != asked or stop:
             sampling = replace(sampling, max_new_tokens=size, stop=(*sampling.stop, *stop))
-        other = policy is not None
         request = GenerateRequest(
             self._tokens,
             sampling,
             shared.draw,
             first_sample=shared.index,
             turn=shared.tree.take_turn(),
-            seed=seed_of(shared.context.seed, policy if other else None),
+            seed=seed_of(shared.context.seed, policy),
             policy=policy or shared.context.policy,
         )
         parent = self._node
@@ -246,8 +245,8 @@ class Conversation:
         reply = self._read(completion.tokens)
         shared.made += len(completion.tokens)
         self._node = shared.tree.turn(parent, request.turn, completion, reply.message)
-        if other:
-            self._node.dropped = str(policy)
+        if policy is not None:
+            self._node.dropped = policy
         shared.finish_reasons[self._node] = reason
         self._messages.append(reply.message)
         self._shared.aborted |= reason == "abort"

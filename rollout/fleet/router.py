@@ -237,8 +237,9 @@ class Router:
     def _pick(
         self, keys: Sequence[Hashable], room: int, avoid: Member | None = None
     ) -> Member | None:
-        serving = [member for member in self._members if member.health.state is State.SERVING]
-        if serving == [avoid]:
+        if avoid is not None and not any(
+            member.health.state is State.SERVING for member in self._members if member is not avoid
+        ):
             avoid = None
         free = [m for m in self._members if m is not avoid and m.has_room(room)]
         if not free:

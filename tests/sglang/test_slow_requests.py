@@ -66,6 +66,13 @@ def with_fleet(served: Served, use: Use, *, limit_s: float = 600.0, **limits: fl
     return served.call(main(), 240)
 
 
+async def started(
+    served: Served, dispatcher: Dispatcher, slow: GenerateRequest
+) -> asyncio.Future[list[Completion]]:
+    """Send a request; return its call when each of its samples has about 20 tokens."""
+    return await served.started(lambda: asyncio.ensure_future(dispatcher.one(slow)), 20 * slow.n)
+
+
 def lengths(completions: list[Completion]) -> list[int]:
     return [len(completion.tokens) for completion in completions]
 
@@ -107,9 +114,7 @@ def test_a_scheduler_that_builds_a_kernel_is_left_alone(served: Served) -> None:
     async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
         scheduler = appeared(served.server.pid, "sglang::scheduler")
         whole = longest(engine)
-        slow = await served.started(
-            lambda: asyncio.ensure_future(dispatcher.one(request(5, whole, n=16))), 16 * 20
-        )
+        slow = await started(served, dispatcher, request(5, whole, n=16))
         os.kill(scheduler, signal.SIGSTOP)
         try:
             await asyncio.sleep(12)
@@ -131,9 +136,7 @@ def test_a_pause_that_holds_a_batch_is_not_taken_for_a_hang(
 
         async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
             whole = longest(engine)
-            slow = await paused.started(
-                lambda: asyncio.ensure_future(dispatcher.one(request(6, whole, n=16))), 16 * 20
-            )
+            slow = await started(paused, dispatcher, request(6, whole, n=16))
             await engine.pause("in_place")
             await asyncio.sleep(12)
             if lives:
@@ -154,10 +157,7 @@ def test_a_request_whose_time_is_up_keeps_its_tokens_and_its_server(
     async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
         scheduler = appeared(served.server.pid, "sglang::scheduler")
         whole = longest(engine)
-        # until each of the 16 samples has about 20 tokens
-        slow = await served.started(
-            lambda: asyncio.ensure_future(dispatcher.one(request(3, whole, n=16))), 16 * 20
-        )
+        slow = await started(served, dispatcher, request(3, whole, n=16))
         os.kill(scheduler, signal.SIGSTOP)
         try:
             quick = asyncio.ensure_future(engine.generate([request(4, whole // 2)]))

@@ -27,7 +27,7 @@ SERVER = "rollout.engine.server"
 # Keys of engines that the run starts; external engines are configured where they are started.
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "environment")
 ANY_ADDRESS = ("", "0.0.0.0", "::")
-# An offloaded trainer still holds its CUDA context and NCCL's buffers, a GiB or two per process.
+# An offloaded trainer still holds its CUDA context and NCCL's buffers.
 MAX_GPU_SHARE = 0.8
 # The speed of one response on a full engine, time in the queue included. A time limit that requires
 # more aborts responses.

@@ -85,7 +85,7 @@ class AdapterVersions:
             raise EngineFailed(f"version {version}: no adapters were received")
         for name, folder in self._policies.items():
             if name not in self.names:
-                packed = await asyncio.to_thread(pack, folder.factors())
+                packed = await asyncio.to_thread(_packed, folder)
                 self.names[name], _ = await self._load(name, packed, folder.alpha, ranks)
         name, loaded = await self._load(
             str(version), self._received, float(self._lora.alpha), ranks
@@ -139,3 +139,8 @@ class AdapterVersions:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _packed(folder: AdapterFolder) -> PackedAdapter:
+    """Read and pack a policy's factors, which takes as long as its file is large."""
+    return pack(folder.factors())

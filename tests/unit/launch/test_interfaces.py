@@ -69,6 +69,7 @@ def test_what_the_user_says_stays(ranks: None, monkeypatch: pytest.MonkeyPatch) 
     choose_interface(store, 1, 2)
     assert store.get("address/1") == b"10.0.0.1", "a rank of another node may wait for it"
     assert (os.environ[INTERFACE], os.environ[NCCL_INTERFACE]) == ("eth7", "=ib0")
+    assert CHOSEN_INTERFACE not in os.environ, "engines would take it for our choice"
     monkeypatch.delenv(NCCL_INTERFACE)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     choose_interface(HashStore(), 1, 2)

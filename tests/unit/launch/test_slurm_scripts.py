@@ -50,7 +50,7 @@ def test_tasks_run_in_containers_and_after_the_site_s_own_lines(
 ) -> None:
     given = {
         "SRUN_ARGS": "--container-image=rl.sqsh --mpi=none",
-        "PRELUDE": "export SITE='my site'; test $# = 0; set -- other; cd /",
+        "PRELUDE": "export SITE='my site'; test $# = 0 || SITE=arguments; set -- other; cd /",
     }
     done = stage.sbatch(script, 2, "run.yaml", "a.b=1", ENGINE_NODES="1", **given)
     assert done.returncode == 0, done.stderr

@@ -226,6 +226,21 @@ async def test_a_request_that_one_engine_answers_wrongly_goes_to_another(site):
     assert site.states() == "serving serving"
 
 
+@pytest.mark.site("a", restart={"backoff_s": 30.0})
+async def test_the_only_engine_gets_a_request_again(site):
+    [only] = site.engines
+    honest = only.generate
+
+    async def empty(requests):
+        only.generate = honest
+        return [[] for _ in requests]
+
+    only.generate = empty
+    [answer] = await asyncio.wait_for(site.one(0), 60)
+    assert len(answer.tokens)
+    assert site.fleet.restarts == 0
+
+
 @pytest.mark.site("ab", retries=1)
 async def test_the_last_attempt_comes_after_a_restart(site):
     """With few attempts the first answer that does not fit counts as the engine's."""
