@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ END = "<|im_end|>"
 @pytest.fixture(scope="module")
 def model() -> Path:
     return smollm2_folder()
+
+
+@pytest.fixture(autouse=True)
+def no_files_left(workspace: Workspace) -> Iterator[None]:
+    """A run of this model leaves gigabytes."""
+    yield
+    for kind in ("runs", "exports"):
+        for folder in (workspace.folder / kind).glob("smollm2*"):
+            shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

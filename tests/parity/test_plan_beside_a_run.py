@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ ALL = [pytest.param(size, one, id=one["name"]) for size, cases in CASES.items() 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("plan")
     config = transformers.Qwen3Config(**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -46,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [{"model": "qwen3", **case} for case in cases],
             deadline_s=240,
         )
-    return folder
+    yield folder
+    # More than a gigabyte of checkpoints.
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(("size", "case"), ALL)

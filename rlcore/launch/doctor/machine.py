@@ -14,12 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlcore.config import Config
 from rlcore.config.derived import generates
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.load import load_config
+from rlcore.errors import ModelError
+from rlcore.hf_config.read import read_config
 from rlcore.interpreters.ask import CHECKOUT
 from rlcore.planning.fit import GIB, gib
 
@@ -29,7 +31,6 @@ SHM = Path("/dev/shm")
 MIN_SHM = 16 << 20  # for a trainer of one process
 AMPLE_SHM = 1 << 30  # for several processes with NCCL, SGLang and Ray
 MIN_DISK = 256 << 20  # for logs, recordings and a tiny model's checkpoint
-PER_PARAMETER = 14  # bytes in a checkpoint: bf16, and fp32 of weights and both moments
 FILES = 512  # open files of a trainer besides connections to engines: libraries, logs, sockets
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ENGINE_KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
@@ -155,9 +156,7 @@ def _run_folder(run: Run) -> Check:
     free = shutil.disk_usage(folder).free
     found = f"{gib(free)} free in {folder}"
     advice = "free some, or set run.dir to another disk"
-    # The size of the model in bf16; 0 if it is not on this machine.
-    weights = Path(run.config.model.path).glob("*.safetensors") if run.is_configured else ()
-    checkpoint = sum(path.stat().st_size for path in weights) * PER_PARAMETER // 2
+    checkpoint = _checkpoint_bytes(run.config) if run.is_configured else 0
     if free < MIN_DISK:
         return Check("FAIL", "disk", found, f"{MIN_DISK >> 20} MiB", advice)
     if free < 2 * checkpoint:
@@ -165,6 +164,24 @@ def _run_folder(run: Run) -> Check:
         return Check("note", "disk", found, needed, advice)
     needed = f"about {gib(checkpoint)} a checkpoint" if checkpoint > GIB / 10 else ""
     return Check("ok", "disk", found, needed)
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of a checkpoint with all weights and their optimizer.
+
+    0 if the model is not on this machine, or if the run trains adapters, which are small.
+    """
+    if config.policy.lora is not None:
+        return 0
+    stored: dict[str, Any] = {}
+    # A folder that cannot be read is the model's error, not the disk's.
+    with suppress(ModelError):
+        stored = read_config(config.model.path)
+    is_fp32 = "float32" in (stored.get("dtype"), stored.get("torch_dtype"))
+    size = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
+    # Both moments in fp32, and next to weights in bf16 a copy in fp32.
+    per_parameter = 12 if config.model.dtype == "fp32" else 14
+    return size * per_parameter // (4 if is_fp32 else 2)
 
 
 # --- network, clusters, keys ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -313,20 +314,33 @@ def test_a_run_folder_that_cannot_be_written(examined):
     assert "to do: set run.dir to a folder that can be written" in lines["run folder"]
 
 
-def test_a_disk_too_small_for_checkpoints(examined, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "stored", "settings", "needed"),
+    [
+        ("bf16", "bfloat16", [], "224.0 GiB for two checkpoints of about 112.0 GiB"),
+        ("fp32", "bfloat16", [], "192.0 GiB for two checkpoints of about 96.0 GiB"),
+        ("fp32", "float32", [], "192.0 GiB for two checkpoints of about 96.0 GiB"),
+        ("fp32", "float32", ["policy.lora.rank=8"], ""),
+    ],
+)
+def test_a_disk_too_small_for_checkpoints(
+    examined, monkeypatch, tmp_path, dtype, stored, settings, needed
+):
+    """The stored dtype does not matter: a checkpoint has that of the run."""
     model = tmp_path / "model"
     model.mkdir()
+    (model / "config.json").write_text(json.dumps({"dtype": stored}))
     with open(model / "model.safetensors", "wb") as file:
-        file.truncate(16 * GIB)
+        file.truncate(8 * GIB * {"bfloat16": 2, "float32": 4}[stored])
     real = shutil.disk_usage
 
     def usage(path):
         return real(path) if path == machine.SHM else Usage(400 * GIB, 300 * GIB, 100 * GIB)
 
     monkeypatch.setattr(machine.shutil, "disk_usage", usage)
-    code, lines = examined(f"model.path={model}")
+    code, lines = examined(f"model.path={model}", f"model.dtype={dtype}", *settings)
     assert code == 0
-    assert "needed: 224.0 GiB for two checkpoints of about 112.0 GiB" in lines["disk"]
+    assert lines["disk"].partition("; needed: ")[2].partition(";")[0] == needed
 
 
 # --- network, clusters, keys ----------------------------------------------------------------------
