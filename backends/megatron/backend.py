@@ -281,12 +281,12 @@ class MegatronBackend:
 
     def save(self, folder: Path) -> None:
         """Write policy and critic, with optimizers and schedules, as a distributed checkpoint."""
-        with megatron_device(self.device), self._all_on_device():
+        with megatron_device(self.device), self._saved_weights_on_device():
             save_load.save_checkpoint(folder, self._saved, self.parallel)
 
     def start_save(self, folder: Path) -> None:
         """Like `save`, but a thread writes from a host copy; `finish_save` completes the save."""
-        with megatron_device(self.device), self._all_on_device():
+        with megatron_device(self.device), self._saved_weights_on_device():
             self._pending = save_load.start_checkpoint(
                 folder, self._saved, self.parallel, self._host_copies
             )
@@ -313,7 +313,7 @@ class MegatronBackend:
 
     def load(self, folder: Path) -> None:
         """The inverse of `save`, under the current layout. Frozen models do not change."""
-        with megatron_device(self.device), self._all_on_device():
+        with megatron_device(self.device), self._saved_weights_on_device():
             save_load.load_checkpoint(folder, self._saved, self.parallel)
 
     @property
@@ -321,13 +321,11 @@ class MegatronBackend:
         critic = {} if self.critic is None else {"critic": self.critic}
         return {"policy": self.policy, **critic}
 
-    def _all_on_device(self) -> ExitStack:
-        """Inside, all tensors of a checkpoint are on the device."""
+    def _saved_weights_on_device(self) -> ExitStack:
+        """Inside, the weights of a checkpoint are on the device; optimizers stay where they are."""
         stack = ExitStack()
         for model in self._trained.values():
             stack.enter_context(model.on_device())
-            if model.optimizer is not None:
-                stack.enter_context(model.optimizer.state.on_device())
         return stack
 
     @property

@@ -28,6 +28,7 @@ from backends.megatron.model.lora import attach, named_factors
 from backends.megatron.model.routing_replay import replay_routing
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
+from backends.megatron.training.offload import OffloadedTensors, Retention
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_weights, weights_of
 from rlcore.adapter_folder import read_policies
@@ -86,9 +87,16 @@ class BuildContext:
                 overlap=optimizer.overlap,
             )
             dtype = DTYPES[self.config.model.dtype]
+            gradients = OffloadedTensors(
+                model._gradients, self.device, Retention.SCRATCH, keep_on_device=True
+            )
+            # An offloaded optimizer has its fp32 weights on the device while it is built: where
+            # the gradients will be.
+            gradients.offload()
             model.optimizer = ScheduledOptimizer(
                 optimizer, model.modules, params_dtype=dtype, total_steps=total_steps
             )
+            gradients.onload()
             model.config.finalize_model_grads_func = finalize_model_grads
             # fp32 gradients need no loss scale.
             model.config.grad_scale_func = None

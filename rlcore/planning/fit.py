@@ -16,6 +16,7 @@ from rlcore.planning.memory import (
     Weights,
     gradient_bytes,
     optimizer_bytes,
+    piece_bytes,
     rank_adapters,
     rank_weights,
 )
@@ -59,13 +60,15 @@ def needs(layout: Layout, job: Job) -> Needs:
     """Estimate the needs of the fullest pipeline stage, including publications and NCCL."""
     load = job.load(layout)
     stages = (stage_needs(layout, load, job, stage) for stage in range(layout.pipeline))
-    return max((_with_groups(found, layout, job) for found in stages), key=lambda stage: stage.peak)
+    return max(
+        (_with_publications(found, layout, job) for found in stages), key=lambda stage: stage.peak
+    )
 
 
-def _with_groups(found: Needs, layout: Layout, job: Job) -> Needs:
-    """Add publications and NCCL to the needs of a stage."""
+def _with_publications(found: Needs, layout: Layout, job: Job) -> Needs:
+    """Add publications, NCCL and a sleeping engine to the needs of a stage."""
     phases = dict(found.phases)
-    resident = dict(found.resident)
+    resident = {**found.resident, **outside_bytes(layout, job)}
     if (published := job.publication) is not None:
         # Buffers stay, unless colocated engines get their memory. Such engines hold their weights
         # at the same time, and read copies of two buckets.
@@ -74,15 +77,13 @@ def _with_groups(found: Needs, layout: Layout, job: Job) -> Needs:
             phases["publication"] += published.buffers(layout) + published.two_buckets
         else:
             resident["buckets of publications"] = published.buffers(layout)
-    if groups := communicators(layout, job):
-        resident[f"NCCL's buffers, {groups} communicators"] = nccl_bytes(layout, job)
     return Needs(found.stage, resident, phases)
 
 
 def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
     """Estimate the needs of one pipeline stage, without publications and NCCL."""
     resident: dict[str, int] = {}
-    # A checkpoint needs all trained weights and optimizers at once, so it is a phase of its own.
+    # A checkpoint needs all trained weights at once, so it is a phase of its own.
     phases: dict[str, int] = {"checkpoint": 0}
     b = load.dtype_bytes
     if layout.sequence and layout.tensor > 1:
@@ -96,8 +97,6 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
         weights = whole = model_weights(model, layout, load, stage)
         trained = model.trained(layout, stage) if model.adapters else weights
         if model.shares_base:
-            # It is built with weights of its own, which it then gives up.
-            phases[f"{model.name} start"] = b * whole.total
             weights = trained
         own = b * weights.total + gradient_bytes(trained)
         distributed = layout.distributed if model.distributed is None else model.distributed
@@ -107,11 +106,23 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
         if not model.offload:
             resident[f"{model.name} weights"] = b * weights.total
             resident[f"{model.name} gradients"] = gradient_bytes(trained)
-        if not (model.offload or model.offload_optimizer):
-            resident[f"{model.name} optimizer"] = state
         scored = b * weights.total if model.offload else 0
-        stepping = state if model.offload or model.offload_optimizer else 0
-        phases["checkpoint"] += scored + stepping
+        phases["checkpoint"] += scored
+        if model.offload or model.offload_optimizer:
+            piece = piece_bytes(
+                model.shape, layout, stage, vocab_multiple=load.vocab_multiple,
+                value_head=model.value_head, dtype_bytes=b,
+            )  # fmt: skip
+            stepping = min(state, piece)
+            # Megatron copies the weights into the buffers of a distributed optimizer, one by one.
+            copied = b * max(trained.dense, trained.expert) if distributed else 0
+            phases[f"{model.name} start"] = away + copied
+        else:
+            resident[f"{model.name} optimizer"] = state
+            stepping = 0
+        if model.shares_base:
+            # It is built with weights of its own, which it then gives up.
+            phases[f"{model.name} start"] = b * whole.total
         adapted = bool(model.adapters)
         scoring = scoring_bytes(model.shape, layout, load, stage, adapted=adapted)
         phases[f"{model.name} pass"] = scored + scoring
@@ -141,30 +152,36 @@ def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Wei
 
 # --- NCCL -----------------------------------------------------------------------------------------
 
-# NCCL gives each channel of a communicator a buffer for each of its three protocols (NCCL 2.27,
-# src/init.cc, computeBuffSizes): 4 + 4.7 + 0.5 MiB, in pages of 2 MiB. An all-to-all has a 2 MiB
-# buffer for each channel and each peer on the node (sizes from NVIDIA/nccl issue 1685). torch makes
-# a communicator at a group's first call, so unused groups and groups of one rank cost nothing.
-MIB = 1 << 20
-CHANNELS = 16  # assumed per communicator; NCCL chooses at most NCCL_MAX_CTAS (32)
-RING_BYTES = 10 * MIB  # per channel
-PEER_BYTES = 2 * MIB  # per channel and sending peer
+# Public measurements on eight H100 under TP 2 x PP 2 x DP 2: suspending idle communicators freed
+# 7 GB a rank for a dense model, 9.5 GB for one with experts (verl-project/verl, pull request 6408),
+# which have five and eight groups here. torch makes a communicator at a group's first call, so
+# unused groups and groups of one rank cost nothing.
+TRAINING_GROUP = round(1.2 * GIB)
+# A publication only broadcasts: one ring on each of 16 channels, whose buffers for three protocols
+# have 10 MiB together (NCCL 2.27, src/init.cc, computeBuffSizes).
+PUBLICATION_GROUP = 160 << 20
+# CUDA's context, NCCL and the allocator's rest of an engine that has released its memory.
+SLEEPING_ENGINE = 2 * GIB
 
 
-def communicators(layout: Layout, job: Job) -> int:
-    """Return how many groups the busiest rank joins, including those of a publication."""
-    groups = len(training_groups(layout, moe=job.shape.experts > 0, tied=job.shape.tied))
+def publication_groups(layout: Layout, job: Job) -> int:
+    """Return how many groups of a publication the busiest rank joins."""
     if job.publication is None:
-        return groups
+        return 0
     exchanges_parts = layout.tensor * layout.pipeline * layout.expert > 1
     broadcasts = job.publication.is_everywhere(layout) and layout.gpus > 1
-    return groups + exchanges_parts + broadcasts + job.publication.engines_of_a_sender(layout)
+    return exchanges_parts + broadcasts + job.publication.engines_of_a_sender(layout)
 
 
-def nccl_bytes(layout: Layout, job: Job) -> int:
-    """Return the bytes of the buffers of a rank's communicators."""
-    peers = min(layout.expert, GPUS_PER_NODE) - 1
-    return CHANNELS * (communicators(layout, job) * RING_BYTES + peers * PEER_BYTES)
+def outside_bytes(layout: Layout, job: Job) -> dict[str, int]:
+    """Return what a rank's GPU holds besides the trainer's tensors, by name."""
+    training = len(training_groups(layout, moe=job.shape.experts > 0, tied=job.shape.tied))
+    publishing = publication_groups(layout, job)
+    nccl = training * TRAINING_GROUP + publishing * PUBLICATION_GROUP
+    found = {f"NCCL's buffers, {training + publishing} communicators": nccl} if nccl else {}
+    if job.publication is not None and job.publication.colocated:
+        found["a sleeping engine"] = SLEEPING_ENGINE
+    return found
 
 
 def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:

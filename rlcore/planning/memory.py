@@ -12,6 +12,8 @@ Recompute = Literal[
     "none", "core_attn", "mlp", "moe", "core_attn+mlp", "core_attn+moe", "mlp+moe",
     "core_attn+mlp+moe", "full",
 ]  # fmt: skip
+# The state of an offloaded optimizer that a step has on the device at one time, in bytes.
+OPTIMIZER_PIECE = 1 << 30
 RecomputeMethod = Literal["uniform", "block"]
 
 
@@ -189,3 +191,25 @@ def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> in
         return each * weights.total
     dense = weights.dense / (layout.data * layout.context)
     return round(each * (dense + weights.expert / layout.expert_data))
+
+
+def piece_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    *,
+    vocab_multiple: int = 1,
+    value_head: bool = False,
+    dtype_bytes: int,
+) -> int:
+    """Return the most that an offloaded optimizer has on the device: it comes back in pieces.
+
+    No piece is smaller than the state of one matrix: a distributed optimizer divides a buffer of
+    all weights, which may leave a matrix whole.
+    """
+    rows = 2 * shape.ffn // layout.tensor
+    if stage == 0 or (stage == layout.pipeline - 1 and not value_head):
+        vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, layout.tensor)
+        rows = max(rows, vocabulary // layout.tensor)
+    each = 8 + (4 if dtype_bytes < 4 else 0)
+    return max(OPTIMIZER_PIECE, each * rows * shape.hidden)

@@ -163,8 +163,9 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
         model, _, part = name.partition(" ")
         if part == "optimizer" or (model != "policy" and part == "weights"):
             key = f"{model}.{'optimizer.' * (part == 'optimizer')}offload=true"
-            # The model needs this memory in a phase of its own instead.
-            advice[key] = min(size, phase)
+            # A model needs this memory in a phase of its own instead; an optimizer comes back in
+            # pieces.
+            advice[key] = size if part == "optimizer" else min(size, phase)
     for key, size in sorted(advice.items(), key=lambda pair: -pair[1]):
         if size > 0:
             yield f"  {key} lowers the peak by {gib(size)}"

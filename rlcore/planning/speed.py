@@ -11,11 +11,12 @@ from math import ceil
 
 from rlcore.planning.devices import GPUS_PER_NODE, Gpu
 from rlcore.planning.job import Job
-from rlcore.planning.memory import Layout, Weights, rank_weights
+from rlcore.planning.memory import Layout, Weights, optimizer_bytes, rank_weights
 from rlcore.planning.shape import ModelShape
 
 ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
 BANDWIDTH = 0.7  # share of a link's nominal bandwidth that collectives reach
+HOST_BANDWIDTH = 25e9  # bytes/s between a GPU and pinned host memory, in one direction
 TILE = (128, 256)  # rows and columns of a product that a multiprocessor computes at a time
 
 
@@ -60,6 +61,11 @@ def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
         sent = _rows(layout, job) * job.shape.hidden * job.dtype_bytes
         sent *= (2 + job.scoring_passes) * layout.virtual_pipeline
         communication += sent / (_bandwidth(gpu, layout.gpus) * BANDWIDTH)
+    policy = job.trained[0]
+    if policy.offload or policy.offload_optimizer:
+        state = optimizer_bytes(weights, layout, dtype_bytes=job.dtype_bytes)
+        # In pieces, each brought, stepped and sent back.
+        communication += 2 * state / HOST_BANDWIDTH
     return StepTime(arithmetic, communication, bubble)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +19,11 @@ from torch import Tensor
 from backends.megatron import MegatronBackend
 from backends.megatron.checkpoint import shards
 from backends.megatron.training import optimizer
+from backends.megatron.training.offload import OffloadedTensors
 from backends.megatron.training.passes import Model
 
 WRITE_S = 60.0
+PIECE_BYTES = 1 << 14
 
 
 def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBackend:
@@ -67,6 +69,41 @@ def check_offloaded(backend: MegatronBackend) -> None:
     assert all(
         p.untyped_storage().nbytes() for chunk in backend.policy.chunks for p in chunk.parameters()
     )
+
+
+class StateOnDevice:
+    """Inside `watch`, records how much of an optimizer's state has been on the device at once."""
+
+    def __init__(self, model: Model) -> None:
+        assert model.optimizer is not None
+        self.optimizer = model.optimizer
+        groups = [group for part in self.optimizer.parts for group in part.param_groups]
+        self.parameters = [p for group in groups for p in group["params"]]
+        self.most = 0
+
+    def measure(self) -> None:
+        states = [part.optimizer.state for part in self.optimizer.parts]
+        found = [t for state in states for of in state.values() for t in of.values() if t.dim()]
+        own = [
+            t.untyped_storage()
+            for t in (*self.parameters, *found)
+            if t.untyped_storage()._cdata not in self.optimizer._model_storages
+        ]
+        self.most = max(self.most, sum(storage.nbytes() for storage in own))
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Fails unless a piece and no more of the state was on the device inside."""
+        real = OffloadedTensors._send_away
+
+        def send_away(tensors: OffloadedTensors, storages: Any) -> None:
+            self.measure()
+            real(tensors, storages)
+
+        with patch.object(OffloadedTensors, "_send_away", send_away):
+            yield
+        largest = 12 * max(p.numel() for p in self.parameters)
+        assert self.most <= max(PIECE_BYTES, largest), (self.most, largest)
 
 
 @contextmanager
@@ -118,14 +155,21 @@ def run(case: dict[str, Any], folder: Path) -> None:
 
 def check(case: dict[str, Any], folder: Path) -> list[Tensor]:
     """Check one case; returns the state after three steps."""
+    with patch.object(optimizer, "OPTIMIZER_PIECE", PIECE_BYTES):
+        return check_in_pieces(case, folder)
+
+
+def check_in_pieces(case: dict[str, Any], folder: Path) -> list[Tensor]:
     results = []
     values = []
     saved = folder / case["name"]
     in_background = folder / f"{case['name']}_in_background"
     for offload in (False, True):
         backend = build(case, folder, offload=offload)
-        for _ in range(2):
-            backend.update(0)
+        on_device = StateOnDevice(backend.policy)
+        with on_device.watch() if offload else nullcontext():
+            for _ in range(2):
+                backend.update(0)
         values.append(backend.score("critic"))
         results.append(states(backend))
         if not offload:
@@ -134,7 +178,8 @@ def check(case: dict[str, Any], folder: Path) -> list[Tensor]:
         else:
             with writing_delayed():
                 check_offloaded(backend)
-                backend.start_save(in_background)
+                with on_device.watch():
+                    backend.start_save(in_background)
                 check_offloaded(backend)
                 backend.update(0)
                 check_offloaded(backend)
@@ -144,7 +189,10 @@ def check(case: dict[str, Any], folder: Path) -> list[Tensor]:
         results.append(states(backend))
         backend.close()
     resumed = build(case, folder, offload=True)  # a checkpoint of a run without offload
-    resumed.load(saved)
+    on_device = StateOnDevice(resumed.policy)
+    with on_device.watch():
+        resumed.load(saved)
+    assert on_device.most > 0, "the moments were made on the device"
     check_offloaded(resumed)
     resumed.save(folder / f"{case['name']}_again")  # ... and one written with it, read without
     resumed.update(0)

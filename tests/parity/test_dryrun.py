@@ -53,6 +53,7 @@ CASES = [
     Case(("recipes/qwen2.5-7b-grpo-2nodes.yaml",), "Qwen2.5-7B", 4),
     Case(("recipes/dapo/qwen2.5-math-7b.yaml",), "Qwen2.5-Math-7B", 4),
     Case(("recipes/gsm8k/qwen2.5-0.5b-grpo.yaml",), "Qwen2.5-0.5B", 4),
+    Case(("recipes/qwen3-30b-a3b-grpo-1node.yaml",), "Qwen3-30B-A3B", 4),
     Case(("recipes/qwen3-30b-a3b-grpo-4nodes.yaml",), "Qwen3-30B-A3B", 4),
     Case(("recipes/qwen3-8b-lora-1gpu.yaml",), "Qwen3-8B", 4),
     Case(("recipes/qwen3-30b-a3b-lora-1node.yaml",), "Qwen3-30B-A3B", 4),
@@ -143,4 +144,8 @@ def test_plan_and_dry_run_agree(case: Case, tmp_path: Path) -> None:
     assert len(numbers) >= 6
     for name, own, planned in numbers:
         found, expected = (float(x.replace(",", "")) for x in (own, planned))
+        if name.endswith("optimizer step") and config.policy.optimizer.offload:
+            # Which matrices a rank's piece has whole is not planned.
+            assert expected * 0.7 < found < expected * 1.05, name
+            continue
         assert found == pytest.approx(expected, rel=0.05, abs=0.01), name

@@ -30,8 +30,8 @@ BUDGETS = {
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
-    "rlcore/launch": 7_800,  # 17 commands; local, torchrun, Ray; the service's process
-    "rlcore/planning": 1_660,  # bytes and seconds of a layout
+    "rlcore/launch": 7_830,  # 17 commands; local, torchrun, Ray; the service's process
+    "rlcore/planning": 1_700,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices
@@ -48,7 +48,7 @@ BUDGETS = {
     "rollout/sandbox": 1_050,  # confinement
     "rollout/weight_sync": 2_800,  # publications and transports
     "rollout/workflows": 1_250,  # environments, agents, MCP
-    "backends/megatron": 11_300,  # models, passes, checkpoints, conversion; 1,200 for adapters
+    "backends/megatron": 11_400,  # models, passes, checkpoints, conversion; 1,200 for adapters
     "backends/megatron/dryrun": 900,  # single ranks at real size
 }
 

@@ -2,9 +2,9 @@
 
 The moments of each parameter, and its master weights if it is narrower than fp32, are stored in the
 shape of the parameter, as `optimizer.state.exp_avg.<parameter>`. Every rank writes and reads the
-state that it holds, in place and without communication. A rank of the distributed optimizer holds a
-range of a parameter's elements, which is a few boxes; the checkpoint format stores a tensor as
-boxes, and reads any box from those that overlap it.
+state that it holds, in place and without communication; state that is offloaded stays in host
+memory. A rank of the distributed optimizer holds a range of a parameter's elements, which is a few
+boxes; the checkpoint format stores a tensor as boxes, and reads any box from those that overlap it.
 
 Megatron's own format for its distributed optimizer is not used: saving and loading it gathers the
 state of the whole model-parallel shard (12 bytes a parameter) on every data-parallel rank.
@@ -104,19 +104,24 @@ def _held_state(optimizer: ScheduledOptimizer, parameters: Iterable[Any]) -> Ite
             for parameter in part.model_param_group_index_map:
                 start = part._get_model_param_range_map(parameter)["param"].start
                 state = part._get_main_param_and_optimizer_states(parameter)
-                yield _HeldState(parameter, start, _flat(parameter, state), is_divided=True)
+                yield _HeldState(
+                    parameter, start, _flat(optimizer, parameter, state), is_divided=True
+                )
         else:
             for master in (p for group in part.param_groups for p in group["params"]):
                 parameter = stepped.get(id(master), master)
                 state = {"param": master, **part.optimizer.state[master]}
-                yield _HeldState(parameter, 0, _flat(parameter, state), is_divided=False)
+                flat = _flat(optimizer, parameter, state)
+                yield _HeldState(parameter, 0, flat, is_divided=False)
 
 
-def _flat(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _flat(
+    optimizer: ScheduledOptimizer, parameter: Tensor, state: Mapping[str, Any]
+) -> dict[str, Tensor]:
     kinds = ["exp_avg", "exp_avg_sq"]
     if parameter.dtype != torch.float32:
         kinds.append("param")
-    return {kind: state[kind].detach().view(-1) for kind in kinds}
+    return {kind: optimizer.state.contents(state[kind].detach()).view(-1) for kind in kinds}
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:

@@ -269,7 +269,7 @@ def _load(
     if model.optimizer is None:
         return
     if not steps_taken:
-        model.optimizer.megatron.reload_model_params()
+        model.optimizer.reload_weights()
     model.optimizer.set_steps_taken(steps_taken)
 
 

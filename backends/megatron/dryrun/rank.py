@@ -178,9 +178,8 @@ def rehearse(
             )
             for model in backend._trained.values():
                 assert model.optimizer is not None
-                with model.optimizer.state.on_device():
-                    model.optimizer.prepare_for_load()
-                    model.optimizer.set_steps_taken(1)
+                model.optimizer.prepare_for_load()
+                model.optimizer.set_steps_taken(1)
         try:
             _run(backend, passes, work, usage, report)
             with usage.phase("publication"):
@@ -268,7 +267,7 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
 
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
     """The number and bytes of the tensors that this rank would write to a checkpoint."""
-    with backend._all_on_device():
+    with backend._saved_weights_on_device():
         states = [
             _sharded_state(saved, backend.parallel, optimizer=True) for saved in backend._saved
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -141,8 +141,8 @@ def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, st
         (MoELayer, "route", _routed(MoELayer.route, skew)),
         # Megatron keeps this tensor in the class, where a later run would find it without memory.
         (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
-        (OffloadedTensors, "_acquire", _measured(OffloadedTensors._acquire, usage)),
-        (OffloadedTensors, "_release", _measured(OffloadedTensors._release, usage)),
+        (OffloadedTensors, "_bring", _measured(OffloadedTensors._bring, usage)),
+        (OffloadedTensors, "_send_away", _measured(OffloadedTensors._send_away, usage)),
         # These answer without communication.
         (WeightExporter, "_gather_coordinates", lambda exporter: peers.of_exporter()),
         (WeightExporter, "_agree_on_vocab", lambda exporter, rows: peers.padded_vocab(exporter)),
@@ -227,8 +227,10 @@ def _bytes_like(storage: UntypedStorage) -> Tensor:
 def _measured(move: Callable[..., None], usage: Usage) -> Callable[..., None]:
     """Measure sizes again after storages are resized: the modes do not see a resize."""
 
-    def call(tensors: OffloadedTensors) -> None:
-        move(tensors)
+    def call(tensors: OffloadedTensors, storages: Iterable[UntypedStorage]) -> None:
+        # New tensors are copies on the host, or the bytes of a storage.
+        with usage.on_host():
+            move(tensors, storages)
         usage.measure_again()
 
     return call

@@ -59,6 +59,8 @@ class OffloadedTensors:
         self._hosts: dict[int, Tensor] = {}
         # Storages that are off the device, with their sizes.
         self._offloaded: dict[int, tuple[UntypedStorage, int]] = {}
+        # Whether a copy to host memory may still be under way.
+        self._copying = False
         # The number of open contexts, plus 1 while this object keeps the tensors on the device.
         self._users = 1
         self._keep_on_device = keep_on_device
@@ -76,6 +78,11 @@ class OffloadedTensors:
         """Bytes that `onload` brings back to the device."""
         return self.num_bytes if self._keep_on_device and not self._keeps_now else 0
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the contents are off the device."""
+        return self._users == 0
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, the contents are on the device; afterwards their device memory is free again."""
@@ -84,6 +91,33 @@ class OffloadedTensors:
             yield
         finally:
             self._release()
+
+    @contextmanager
+    def part_on_device(self, tensors: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Inside, some of the tensors are on the device; all of them are where they are kept there.
+
+        Args:
+            tensors: called again at the end, for tensors that were made inside.
+        """
+        if not self.is_away:
+            yield
+            return
+        self._bring(self._storages(tensors))
+        try:
+            yield
+        finally:
+            self._send_away(self._storages(tensors))
+
+    def contents(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's contents where they are: the tensor, or a view of its host copy."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._offloaded:
+            return tensor
+        if self._copying:
+            torch.cuda.current_stream(self._device).synchronize()
+            self._copying = False
+        whole = self._hosts[key].view(tensor.dtype)
+        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def onload(self) -> None:
         """Keep tensors with `keep_on_device` on the device from now on; inverse of `offload`."""
@@ -99,20 +133,33 @@ class OffloadedTensors:
 
     def _acquire(self) -> None:
         self._users += 1
-        for key, (storage, size) in self._offloaded.items():
-            storage.resize_(size)
-            if key in self._hosts:
-                _as_bytes(storage, self._device).copy_(self._hosts[key], non_blocking=True)
-        self._offloaded = {}
+        self._bring([storage for storage, _ in self._offloaded.values()])
 
     def _release(self) -> None:
         self._users -= 1
         if self._users:
             return
-        storages = {storage._cdata: storage for storage in self._storages()}
-        if self._retention is not Retention.SCRATCH:
-            self._hosts = {key: self._copied_out(key, s) for key, s in storages.items()}
-        for key, storage in storages.items():
+        storages = list(self._storages(self._tensors))
+        # Tensors that no longer exist need no host copy.
+        kept = {storage._cdata for storage in storages}
+        self._hosts = {key: host for key, host in self._hosts.items() if key in kept}
+        self._send_away(storages)
+
+    def _bring(self, storages: Iterable[UntypedStorage]) -> None:
+        for storage in storages:
+            key = storage._cdata
+            # Another tensor with this storage may have brought it.
+            if key not in self._offloaded:
+                continue
+            storage.resize_(self._offloaded.pop(key)[1])
+            if key in self._hosts:
+                _as_bytes(storage, self._device).copy_(self._hosts[key], non_blocking=True)
+
+    def _send_away(self, storages: Iterable[UntypedStorage]) -> None:
+        found = {storage._cdata: storage for storage in storages}
+        for key, storage in found.items():
+            if self._retention is not Retention.SCRATCH:
+                self._hosts[key] = self._copied_out(key, storage)
             self._offloaded[key] = (storage, storage.nbytes())
             storage.resize_(0)
 
@@ -125,11 +172,12 @@ class OffloadedTensors:
             )
         elif self._retention is Retention.FROZEN:
             return host
-        # Stream order is enough: only the copy back to the device reads the host tensor.
+        # Stream order is enough for the copy back to the device; `contents` waits.
+        self._copying = self._device.type == "cuda"
         return host.copy_(_as_bytes(storage, self._device), non_blocking=True)
 
-    def _storages(self) -> Iterator[UntypedStorage]:
-        for tensor in self._tensors():
+    def _storages(self, tensors: Callable[[], Iterable[Tensor]]) -> Iterator[UntypedStorage]:
+        for tensor in tensors():
             if tensor.dim() and tensor.numel() and tensor.device.type == self._device.type:
                 yield tensor.untyped_storage()
 

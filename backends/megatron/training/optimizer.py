@@ -6,18 +6,31 @@ It also has helpers to load the state of AdamW without Apex and Transformer Engi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from backends.megatron.cpu.kernels import kernel_type
+from backends.megatron.cpu.shim import replaced
 from backends.megatron.training.offload import OffloadedTensors
 from rlcore.config.sections.policy import OptimizerConfig
+from rlcore.planning.memory import OPTIMIZER_PIECE
+
+# Lists of model parameters in Megatron's optimizers, with those of their fp32 weights.
+_COPIED = (
+    ("float16_groups", "fp32_from_float16_groups"),
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
 
 
 def l2_norm(
@@ -134,47 +147,88 @@ class ScheduledOptimizer:
         a gradient, a step would still move the weights by the moments of earlier steps. Collective.
         """
         lr = learning_rate(self.config, self.steps_taken, self.total_steps)
-        with self.state.on_device():
-            self.megatron.prepare_grads()
-            norm = float(self.megatron.get_grad_norm())
-            if not math.isfinite(norm) or norm == 0.0:
-                return StepReport(lr, norm, skipped=True)
-            scale = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else 1.0
-            parameters = [p for part in self.parts for p in part.get_parameters()]
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if scale < 1.0 and gradients:
-                torch._foreach_mul_(gradients, scale)
-            for group in self.megatron.param_groups:
-                group["lr"] = lr * group["lr_mult"]
-                # Megatron's scheduler, which is not used, would set this. Without `wd_mult` norms
-                # and biases would decay.
-                group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm) or norm == 0.0:
+            return StepReport(lr, norm, skipped=True)
+        scale = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else 1.0
+        parameters = [p for part in self.parts for p in part.get_parameters()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if scale < 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        for group in self.megatron.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            # Megatron's scheduler, which is not used, would set this. Without `wd_mult` norms
+            # and biases would decay.
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        if self.state.is_away:
+            for part in self.parts:
+                self._step_in_pieces(part)
+        else:
             self.megatron.step_with_ready_grads()
         self.steps_taken += 1
         return StepReport(lr, norm, skipped=False)
 
+    def _step_in_pieces(self, part: MegatronOptimizer) -> None:
+        """Step like Megatron's `step_with_ready_grads`, with one piece at a time on the device."""
+        self._in_pieces(part, part.optimizer.step, "_copy_main_params_to_model_params")
+        if isinstance(part, DistributedOptimizer):
+            for chunk in part.model_chunks:
+                chunk.start_param_sync()
+
+    def _in_pieces(
+        self, part: MegatronOptimizer, work: Callable[[], object] | None, copy: str = ""
+    ) -> None:
+        """Work on a few parameters at a time, which alone have their state on the device.
+
+        Args:
+            work: called for each piece, which is all that `part.optimizer` then has.
+            copy: the method of `part` that copies between these fp32 weights and the model's.
+        """
+        groups = part.param_groups
+        try:
+            for group in groups:
+                for parameters in _pieces(group["params"]):
+                    piece = {**group, "params": parameters}
+                    part.optimizer.param_groups = [piece]
+                    own = partial(self._tensors_of, part, parameters)
+                    with self.state.part_on_device(own), _only_copied(part, parameters):
+                        if work is not None:
+                            work()
+                        if hasattr(part, copy):
+                            getattr(part, copy)()
+                # Transformer Engine's AdamW counts steps here.
+                if group["params"] and "step" in piece:
+                    group["step"] = piece["step"]
+        finally:
+            part.optimizer.param_groups = groups
+
     def _own_tensors(self) -> Iterator[Tensor]:
         for part in self.parts:
-            tensors = [p for group in part.param_groups for p in group["params"]]
-            for state in part.optimizer.state.values():
-                tensors += [t for t in state.values() if isinstance(t, Tensor)]
-            yield from (
-                t for t in tensors if t.untyped_storage()._cdata not in self._model_storages
-            )
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            yield from self._tensors_of(part, parameters)
+
+    def _tensors_of(self, part: MegatronOptimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The fp32 weights and moments of some parameters, without the model's own memory."""
+        tensors = list(parameters)
+        for parameter in parameters:
+            state = part.optimizer.state.get(parameter, {})
+            tensors += [t for t in state.values() if isinstance(t, Tensor)]
+        return [t for t in tensors if t.untyped_storage()._cdata not in self._model_storages]
 
     def zero_grad(self) -> None:
         """Drop the gradients of the last step."""
         self.megatron.zero_grad()
 
+    def reload_weights(self) -> None:
+        """Take over the model's weights, which have been loaded without the optimizer's state."""
+        for part in self.parts:
+            self._in_pieces(part, None, "_copy_model_params_to_main_params")
+
     def prepare_for_load(self) -> None:
         """Create the moments to load a checkpoint into: AdamW has none before a step."""
         for part in self.parts:
-            for group in part.param_groups:
-                for parameter in group["params"]:
-                    state: dict[str, Tensor] = part.optimizer.state[parameter]
-                    if "exp_avg" not in state:
-                        state["exp_avg"] = torch.zeros_like(parameter)
-                        state["exp_avg_sq"] = torch.zeros_like(parameter)
+            self._in_pieces(part, partial(_make_moments, part.optimizer))
 
     def set_steps_taken(self, steps: int) -> None:
         """Continue the schedule and AdamW's count after `steps` steps, with loaded moments."""
@@ -194,3 +248,44 @@ class ScheduledOptimizer:
                     device = parameter.device if group.get("fused") else "cpu"
                     count = torch.tensor(float(steps), device=device)
                     part.optimizer.state[parameter]["step"] = count
+
+
+def _make_moments(adamw: torch.optim.Optimizer) -> None:
+    for group in adamw.param_groups:
+        for parameter in group["params"]:
+            state: dict[str, Tensor] = adamw.state[parameter]
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide parameters into lists whose state has at most OPTIMIZER_PIECE bytes, if it can be."""
+    piece: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        own = 12 * parameter.numel()
+        if piece and size + own > OPTIMIZER_PIECE:
+            yield piece
+            piece = []
+            size = 0
+        piece.append(parameter)
+        size += own
+    if piece:
+        yield piece
+
+
+@contextmanager
+def _only_copied(part: MegatronOptimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, Megatron copies between the model and these fp32 weights alone."""
+    wanted = {id(parameter) for parameter in parameters}
+    with ExitStack() as stack:
+        for model_name, main_name in _COPIED:
+            if not hasattr(part, main_name):
+                continue
+            model = chain.from_iterable(getattr(part, model_name))
+            main = chain.from_iterable(getattr(part, main_name))
+            pairs = [pair for pair in zip(model, main, strict=True) if id(pair[1]) in wanted]
+            stack.enter_context(replaced(part, model_name, [[one for one, _ in pairs]]))
+            stack.enter_context(replaced(part, main_name, [[one for _, one in pairs]]))
+        yield

@@ -86,7 +86,7 @@ class OptimizerConfig(Section):
     overlap: bool = False
     """Sum gradients over the data-parallel ranks while the last backward pass still runs."""
     offload: bool = False
-    """Keep the optimizer's state in host memory between steps."""
+    """Keep the optimizer's state in host memory; a step has a GiB of it on the device at a time."""
 
     def errors(self) -> Found:
         """Learning-rate schedules run downhill and end after their warm-up."""

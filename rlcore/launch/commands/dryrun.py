@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from rlcore.config.derived import world_size
 from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
 from rlcore.planning.activations import micro_batches_in_flight
-from rlcore.planning.fit import GIB, Needs, gib, model_weights, nccl_bytes, stage_needs, usable
+from rlcore.planning.fit import GIB, Needs, gib, model_weights, outside_bytes, stage_needs, usable
 from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout, Load
 from rlcore.planning.report import describe
@@ -88,7 +88,7 @@ def dry_run(
     yield ""
     yield "Left out: " + "; ".join(LEFT_OUT) + "."
     yield ""
-    yield _verdict(max(peaks), nccl_bytes(layout, job), gpu_memory, chosen, world)
+    yield _verdict(max(peaks), outside_bytes(layout, job), gpu_memory, chosen, world)
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -138,14 +138,20 @@ def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]
 
 
 def _verdict(
-    peak: tuple[int, int, str], nccl: int, capacity: int, ranks: Sequence[int], world: int
+    peak: tuple[int, int, str],
+    outside: Mapping[str, int],
+    capacity: int,
+    ranks: Sequence[int],
+    world: int,
 ) -> str:
     """Return the verdict of a run that fits. Raises RunFailed if a rank does not fit."""
     size, rank, phase = peak
     limit = usable(capacity)
     which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world}"
-    needed = f"{gib(size)} in {phase} of rank {rank} and {gib(nccl)} for NCCL"
-    if size + nccl > limit:
+    parts = [f"{gib(size)} in {phase} of rank {rank}"]
+    parts += [f"{gib(num_bytes)} for {what}" for what, num_bytes in outside.items()]
+    needed = " and ".join(parts)
+    if size + sum(outside.values()) > limit:
         raise RunFailed(
             f"verdict: {which} ran all phases, but the largest peak does NOT fit: {needed}, where"
             f" {gib(limit)} of {gib(capacity)} can be used; `rlcore plan CONFIG --trainer-gpus"

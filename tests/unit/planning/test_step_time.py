@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.planning.devices import GPUS
 from rlcore.planning.job import Job, Trained
-from rlcore.planning.memory import Layout
+from rlcore.planning.memory import Layout, optimizer_bytes
 from rlcore.planning.shape import ModelShape
 from rlcore.planning.speed import StepTime, fullness, policy_weights, step_time
 
@@ -133,6 +133,15 @@ def test_experts_send_the_rows_of_the_chosen_there_and_back() -> None:
 def test_data_parallelism_sums_gradients_and_gathers_weights() -> None:
     for layout, each in ((Layout(data=4), 8), (Layout(data=4, distributed=True), 6)):
         assert times(layout).communication == pytest.approx(summed(layout, DENSE, each))
+
+
+def test_an_offloaded_optimizer_travels_to_the_gpu_and_back() -> None:
+    for layout in (Layout(data=4), Layout(data=4, distributed=True)):
+        there = replace(WORK, trained=(Trained("policy", DENSE),))
+        away = replace(WORK, trained=(Trained("policy", DENSE, offload_optimizer=True),))
+        states = optimizer_bytes(policy_weights(layout, there), layout, dtype_bytes=2)
+        more = step_time(layout, away, H100).total - step_time(layout, there, H100).total
+        assert more == pytest.approx(2 * states / 25e9)
 
 
 def test_the_bubble_and_the_sends_of_a_pipeline() -> None:

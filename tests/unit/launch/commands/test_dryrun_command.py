@@ -72,8 +72,8 @@ def test_both_stages_of_a_dense_model(cut: Path, dry_run) -> None:
     verdict = out.splitlines()[-1]
     assert re.fullmatch(
         r"Verdict: it works: ranks 0, 15 of 16 ran all phases, and the largest peak fits: [\d.]+"
-        r" GiB in policy forward and backward of rank 0 and [\d.]+ GiB for NCCL, of 73\.6 GiB that"
-        r" can be used of 80\.0 GiB",
+        r" GiB in policy forward and backward of rank 0 and [\d.]+ GiB for NCCL's buffers,"
+        r" \d communicators, of 73\.6 GiB that can be used of 80\.0 GiB",
         verdict,
     )
     largest = max(beside(part, "peak, policy forward and backward")[0] for part in (first, last))

@@ -85,7 +85,7 @@ FULL = "{recompute_granularity: full, recompute_method: block, recompute_num_lay
         ("Qwen2.5-7B", (12, 8), (*SGLANG, "rollout.engine={tensor_parallel: 2, gpus: [0, 1]}")),
         ("Qwen2.5-7B", (8, None), (f"policy.megatron={FULL}", NOT_DISTRIBUTED)),
         ("Qwen2.5-7B", (8, 8), (*RAY, "policy.parallel={pipeline: 2, first_stage_layers: 13}")),
-        ("Qwen3-30B-A3B", (8, None), (f"policy.megatron={FULL}",)),
+        ("Qwen3-30B-A3B", (16, None), (f"policy.megatron={FULL}",)),
         ("Qwen3-30B-A3B", (16, 16), (*RAY, "policy.parallel.expert=4")),
         ("Llama-3.1-70B", (64, 32), (*SGLANG, "rollout.engine.tensor_parallel=4")),
     ],
