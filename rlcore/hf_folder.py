@@ -32,11 +32,19 @@ class ShardWriter:
 
     The writer holds no tensor in memory: when `add` returns, the tensor is in its file. Every
     method raises OSError if a write fails.
+
+    Args:
+        number, writers: which of several writers this is, each of which gets every tensor and
+            writes the shards of its own.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Bucket]) -> None:
+    def __init__(
+        self, folder: Path, shards: Sequence[Bucket], *, number: int = 0, writers: int = 1
+    ) -> None:
         self.folder = folder
         self.shards = shards
+        self._number = number
+        self._writers = writers
         self._file: FileIO | None = None
         # Shard and tensor that `add` expects next.
         self._shard = 0
@@ -50,15 +58,22 @@ class ShardWriter:
             raise ValueError(
                 f"got {name} {tuple(tensor.shape)} {tensor.dtype}, expected {spec} next"
             )
-        if self._file is None:
-            self._file = (self.folder / self.file_name(self._shard)).open("wb", buffering=0)
-            _write(self._file, memoryview(header(shard)))
-        _write(self._file, raw_bytes(tensor))
+        if self._shard % self._writers == self._number:
+            if self._file is None:
+                self._file = (self.folder / self.file_name(self._shard)).open("wb", buffering=0)
+                _write(self._file, memoryview(header(shard)))
+            _write(self._file, raw_bytes(tensor))
         self._tensor += 1
         if self._tensor == len(shard.tensors):
             self.close()
             self._shard = self._shard + 1
             self._tensor = 0
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that this writer writes."""
+        own = range(self._number, len(self.shards), self._writers)
+        return [self.folder / self.file_name(shard) for shard in own]
 
     def finish(self) -> None:
         """Write the index, if there are several shards."""

@@ -82,13 +82,13 @@ class Trained:
             parameter.main_grad.copy_(gradient * GRADIENT_SCALE[number])
         assert not self.optimizer.step().skipped
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, **options: Any) -> None:
         """The weights; where the variant asks for it, the optimizer's state beside them."""
         chunks = self.saved.chunks
         arch = self.saved.arch
         head = self.saved.head
         exporter = WeightExporter(chunks, arch, self.parallel, dtype=self.dtype, head=head)
-        export_hf(exporter, folder / self.saved.name)
+        export_hf(exporter, folder / self.saved.name, **options)
         if self.blank:
             export_state(
                 folder / f"{self.saved.name}_optimizer",

@@ -26,6 +26,7 @@ from backends.megatron.checkpoint.save_load import (
 )
 from backends.megatron.checkpoint.shards import HostCopies
 from backends.megatron.parallel.state import ParallelState
+from rlcore import hf_folder
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import RlcoreError
 
@@ -120,6 +121,24 @@ def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: Parall
     Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
     assert not (Path(case["save"]) / MANIFEST).exists()
     model.step(1)  # training is unharmed
+    exports = Path(case["save"]).with_name("exports")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write = hf_folder._write
+    if parallel.rank == parallel.world_size - 1:
+        hf_folder._write = full
+    try:
+        model.export(exports, max_shard_bytes=1 << 14)
+        outcome = "exported"
+    except RlcoreError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    finally:
+        hf_folder._write = write
+    Path(f"{case['result']}.export.rank{parallel.rank}").write_text(outcome)
+    dist.barrier()
+    assert not list(exports.iterdir()), "nothing is left of it"
 
 
 def try_file_of_rank_0(

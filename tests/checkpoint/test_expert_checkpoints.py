@@ -90,6 +90,16 @@ def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None
     )
 
 
+def test_a_full_disk_of_a_rank_that_exports_is_told_by_every_rank(outputs: Outputs) -> None:
+    folder = outputs.refused("full_disk")
+    of_rank_0, of_rank_1 = ((folder / f"result.export.rank{rank}").read_text() for rank in (0, 1))
+    target = folder / "exports" / "policy"
+    assert of_rank_1.startswith(f"RunFailed: the export to {target} failed: [Errno 28] No space")
+    assert of_rank_0 == (
+        f"FailedElsewhere: the export to {target} failed on rank 1; its log has the reason"
+    )
+
+
 @pytest.mark.parametrize("file", FILES_OF_RANK_0)
 @pytest.mark.parametrize("way", ["at_once", "in_thread"])
 def test_a_file_that_rank_0_alone_writes_is_told_by_every_rank(

@@ -82,12 +82,14 @@ def checkpoint_to_hf(
             raise ModelError(f"{checkpoint}: it has all weights, there is nothing to merge")
         sources = (arch.folder, tokenizer or arch.folder)
         writer = FolderWriter(folder, specs, max_shard_bytes, sources)
+        stack.callback(writer.abandon)
         remaining = iter(specs)
         # Entries in the order of `specs`.
         for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
             for tensor in read(entry):
                 spec = next(remaining)
                 writer.add(spec.name, tensor.to(spec.torch_dtype).reshape(spec.shape))
+        writer.complete()
         writer.finish(arch.hf_config, arch.table.classes[head == "value"])
 
 

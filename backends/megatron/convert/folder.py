@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from rlcore.weights import TensorSpec, cut_buckets
 class FolderWriter:
     """Writes tensors in the order of `specs` to a temporary folder, which is renamed at the end.
 
-    `sources` are the folders of the model and its tokenizer. An earlier export in `folder` is
-    replaced when the new export is complete.
+    Several writers share the shards, each of which gets every tensor: number 0 is made first and
+    finishes the folder, once every other one has completed its own files.
+
+    Args:
+        folder: an earlier export in it is replaced when the new one is complete.
+        sources: the folders of the model and its tokenizer.
+        number, writers: which of several writers this is.
 
     Raises ModelError if `folder` holds something else, or is one of the sources.
     """
@@ -30,6 +36,9 @@ class FolderWriter:
         specs: Sequence[TensorSpec],
         max_shard_bytes: int,
         sources: Sequence[Path],
+        *,
+        number: int = 0,
+        writers: int = 1,
     ) -> None:
         if (
             folder.exists()
@@ -49,15 +58,16 @@ class FolderWriter:
         self._aside = folder.with_name(f".{folder.name}.partial")
         self._dtype = specs[0].dtype
         self._failure: OSError | None = None
-        if self._aside.exists():
-            shutil.rmtree(self._aside)
-        self._aside.mkdir(parents=True)
-        self._shards = ShardWriter(self._aside, cut_buckets(specs, max_shard_bytes))
+        if number == 0:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside.mkdir(parents=True)
+        shards = cut_buckets(specs, max_shard_bytes)
+        self._shards = ShardWriter(self._aside, shards, number=number, writers=writers)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor; its memory may be reused afterwards.
 
-        `finish` raises any disk error: here the other ranks are still sending.
+        `complete` raises any disk error: here the other ranks are still sending.
         """
         if self._failure is not None:
             return
@@ -67,15 +77,28 @@ class FolderWriter:
             self._shards.close()
             self._failure = error
 
+    def complete(self) -> None:
+        """Flush this writer's files to the disk.
+
+        Raises RunFailed naming the folder and the reason if something could not be written.
+        """
+        with self._disk_errors():
+            if self._failure is not None:
+                raise self._failure
+            for path in self._shards.files:
+                sync(path)
+
+    def abandon(self) -> None:
+        """Remove what is not complete; an earlier export is unchanged."""
+        self._shards.close()
+        shutil.rmtree(self._aside, ignore_errors=True)
+
     def finish(self, hf_config: dict[str, Any], class_name: str) -> None:
         """Write index and config, copy the rest from the sources, and rename the folder.
 
-        Raises RunFailed naming the folder and the reason if something could not be written. The
-        new export is then removed, and an earlier export is unchanged.
+        Raises RunFailed as `complete` does.
         """
-        try:
-            if self._failure is not None:
-                raise self._failure
+        with self._disk_errors():
             self._shards.finish()
             write_json(self._aside / "config.json", self._config(hf_config, class_name))
             copy_companions(self._aside, self._sources[0], self._sources[-1])
@@ -87,8 +110,12 @@ class FolderWriter:
             self._aside.rename(self._folder)
             sync(self._folder.parent)
             shutil.rmtree(replaced, ignore_errors=True)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            shutil.rmtree(self._aside, ignore_errors=True)
             raise RunFailed(
                 f"the export to {self._folder} failed: {error}; the weights are in the last"
                 " checkpoint: make room and write them by `rlcore export`, or continue the run"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -33,7 +35,8 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
 
-    Collective. Rank 0 writes a temporary folder and renames it, replacing an earlier export.
+    Collective. Every rank writes shards of its own into a temporary folder, which rank 0 renames,
+    replacing an earlier export.
 
     Args:
         tokenizer: the folder with the tokenizer's files, by default the model's own.
@@ -43,19 +46,28 @@ def export_hf(
     """
     arch = exporter.arch
     parallel = exporter.parallel
-    writer = None
-    with raise_on_all_ranks(parallel, f"the export to {folder}"):
-        if parallel.rank == 0:
-            writer = FolderWriter(
-                folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder)
-            )
-    with raise_on_all_ranks(parallel, f"the export to {folder}"):
-        for bucket, flat in exporter.export_buckets():
-            if writer is not None and flat is not None:
+    sources = (arch.folder, tokenizer or arch.folder)
+    failing = partial(raise_on_all_ranks, parallel, f"the export to {folder}")
+    make = partial(
+        FolderWriter, folder, exporter.specs, max_shard_bytes, sources, writers=parallel.world_size
+    )
+    with ExitStack() as stack:
+        with failing():
+            if parallel.rank == 0:
+                writer = make(number=0)
+                stack.callback(writer.abandon)
+        with failing():
+            if parallel.rank != 0:
+                writer = make(number=parallel.rank)
+        with failing():
+            for bucket, flat in exporter.export_buckets(everywhere=True):
+                assert flat is not None
                 for name, tensor in bucket.views(flat):
                     writer.add(name, tensor)
-        if writer is not None:
-            writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
+            writer.complete()
+        with failing():
+            if parallel.rank == 0:
+                writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
 
 
 def export_peft(exporter: WeightExporter, folder: Path, config: LoraConfig, base: Path) -> None:

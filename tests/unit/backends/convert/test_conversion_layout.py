@@ -161,6 +161,7 @@ def test_a_folder_is_replaced_only_by_a_whole_one(
         if value == 2.0:
             with SafetensorsFolder(target) as before:
                 assert before.read("a", (2,), Slice(None)).tolist() == [1.0, 1.0]
+        writer.complete()
         writer.finish({"model_type": "llama"}, "LlamaForCausalLM")
     with SafetensorsFolder(target) as after:
         assert after.read("a", (2,), Slice(None)).tolist() == [2.0, 2.0]

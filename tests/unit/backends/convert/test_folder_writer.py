@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,22 @@ def specs() -> list[TensorSpec]:
     return [TensorSpec(f"layers.{i}.weight", (ROWS, 64), "float32") for i in range(COUNT)]
 
 
-def write(folder: Path, source: Path) -> None:
-    """As an export does: each tensor arrives in the same buffer."""
-    writer = FolderWriter(folder, specs(), SHARD_BYTES, (source, source))
+def write(folder: Path, source: Path, *, writers: int = 1) -> None:
+    """As an export does: each tensor arrives in the same buffer, at every writer."""
+    sources = (source, source)
+    made = [
+        FolderWriter(folder, specs(), SHARD_BYTES, sources, number=number, writers=writers)
+        for number in range(writers)
+    ]
     buffer = torch.empty(ROWS, 64)
-    for number, spec in enumerate(specs()):
-        writer.add(spec.name, buffer.fill_(number))
-    writer.finish({}, "Model")
+    with ExitStack() as stack:
+        stack.callback(made[0].abandon)
+        for number, spec in enumerate(specs()):
+            for writer in made:
+                writer.add(spec.name, buffer.fill_(number))
+        for writer in made:
+            writer.complete()
+        made[0].finish({}, "Model")
 
 
 def test_no_tensor_is_kept_in_memory(tmp_path: Path, source: Path) -> None:
@@ -58,6 +68,31 @@ def test_the_index_leads_to_every_tensor(tmp_path: Path, source: Path) -> None:
     for number, spec in enumerate(specs()):
         tensor = load_file(tmp_path / "hf" / index["weight_map"][spec.name])[spec.name]
         assert torch.equal(tensor, torch.full((ROWS, 64), float(number)))
+
+
+def test_several_writers_write_what_one_would(tmp_path: Path, source: Path) -> None:
+    write(tmp_path / "one", source)
+    write(tmp_path / "three", source, writers=3)
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("one", "three")
+    ]
+    assert written[0] == written[1]
+
+
+def test_each_of_several_writers_writes_its_own_shards(tmp_path: Path, source: Path) -> None:
+    sources = (source, source)
+    first, second = (
+        FolderWriter(tmp_path / "hf", specs(), SHARD_BYTES, sources, number=n, writers=2)
+        for n in range(2)
+    )
+    for spec in specs():
+        second.add(spec.name, torch.zeros(ROWS, 64))
+    second.complete()
+    shards = COUNT * TENSOR_BYTES // SHARD_BYTES
+    assert len(list((tmp_path / ".hf.partial").glob("*.safetensors"))) == shards // 2
+    first.abandon()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_shard_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
