@@ -25,7 +25,7 @@ with importing_megatron():
         build_policy,
     )
     from backends.megatron.checkpoint import save_load
-    from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
+    from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, Plans
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model import routing_replay as replay
@@ -108,6 +108,7 @@ class MegatronBackend:
         self._adapters_of: dict[str, save_load.Adapters] = {}
         # Memory for saves in the background.
         self._host_copies = HostCopies()
+        self._checkpoint_plans = Plans()
         self._pending: PendingCheckpoint | None = None
         # Made at the first export.
         self._made_exports: PolicyExports | None = None
@@ -282,13 +283,13 @@ class MegatronBackend:
     def save(self, folder: Path) -> None:
         """Write policy and critic, with optimizers and schedules, as a distributed checkpoint."""
         with megatron_device(self.device), self._saved_weights_on_device():
-            save_load.save_checkpoint(folder, self._saved, self.parallel)
+            save_load.save_checkpoint(folder, self._saved, self.parallel, self._checkpoint_plans)
 
     def start_save(self, folder: Path) -> None:
         """Like `save`, but a thread writes from a host copy; `finish_save` completes the save."""
         with megatron_device(self.device), self._saved_weights_on_device():
             self._pending = save_load.start_checkpoint(
-                folder, self._saved, self.parallel, self._host_copies
+                folder, self._saved, self.parallel, self._host_copies, self._checkpoint_plans
             )
 
     def save_seconds(self) -> float | None:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
 from rank_main import build_backend, main
 from torch import Tensor
@@ -139,6 +140,10 @@ def check_same_files(folder: Path, other: Path) -> None:
     assert len(names) > dist.get_world_size()
     for name in names:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+    for model in ("policy", "critic"):
+        before, after = (dcp.FileSystemReader(of / model).read_metadata() for of in (folder, other))
+        assert before.state_dict_metadata == after.state_dict_metadata
+        assert before.storage_data == after.storage_data
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
@@ -174,6 +179,10 @@ def check_in_pieces(case: dict[str, Any], folder: Path) -> list[Tensor]:
         results.append(states(backend))
         if not offload:
             backend.save(saved)
+            again = folder / f"{case['name']}_same"
+            with patch.object(dist, "gather_object", side_effect=AssertionError("planned again")):
+                backend.save(again)
+            check_same_files(saved, again)
             backend.update(0)
         else:
             with writing_delayed():

@@ -24,7 +24,7 @@ from torch import nn
 from backends.megatron.checkpoint import shards
 from backends.megatron.checkpoint.adapters import described, sharded_factors
 from backends.megatron.checkpoint.optimizer_state import optimizer_tensors
-from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, PlannedShards
+from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, PlannedShards, Plans
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
@@ -72,13 +72,18 @@ class Saved:
         return "value" if isinstance(unwrap(self.chunks[0]), ValueModel) else "lm"
 
 
-def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelState) -> None:
+def save_checkpoint(
+    folder: Path, models: Sequence[Saved], parallel: ParallelState, plans: Plans | None = None
+) -> None:
     """Write the models side by side into `folder`, on a file system that all ranks share.
 
     The checkpoint is complete and on the disk when this returns. Collective; call inside
     `megatron_device`. Raises RunFailed naming the folder and the reason, on every rank.
+
+    Args:
+        plans: those of the run, which its next checkpoints reuse.
     """
-    planned = _plan(folder, models, parallel, None)
+    planned = _plan(folder, models, parallel, None, plans)
     with _writing(folder, parallel):
         for part in planned:
             part.write()
@@ -86,14 +91,18 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
 
 
 def start_checkpoint(
-    folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies
+    folder: Path,
+    models: Sequence[Saved],
+    parallel: ParallelState,
+    host: HostCopies,
+    plans: Plans | None = None,
 ) -> PendingCheckpoint:
     """Like `save_checkpoint`, but copy to host memory and return; a thread writes the copy.
 
     Collective; call inside `megatron_device`. `host` is in use until `finish` of the returned
     checkpoint, so only one checkpoint may be pending.
     """
-    planned = _plan(folder, models, parallel, host)
+    planned = _plan(folder, models, parallel, host, plans)
     # Describe the models now: the optimizers may take further steps while the thread writes.
     described = _descriptions(models)
     complete = partial(_complete, folder, planned, described, parallel)
@@ -101,7 +110,11 @@ def start_checkpoint(
 
 
 def _plan(
-    folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies | None
+    folder: Path,
+    models: Sequence[Saved],
+    parallel: ParallelState,
+    host: HostCopies | None,
+    plans: Plans | None,
 ) -> list[PlannedShards]:
     planned = []
     for model in models:
@@ -112,7 +125,7 @@ def _plan(
             # AdamW has no state before its first step.
             stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
             state = _sharded_state(model, parallel, optimizer=stepped, assign=True)
-            planned.append(shards.plan_sharded(state, target, host))
+            planned.append(shards.plan_sharded(state, target, host, plans))
     return planned
 
 

@@ -9,17 +9,20 @@ host memory.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -31,6 +34,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
@@ -54,13 +60,94 @@ _WRITTEN_BY_RANK_0 = (
 )
 
 
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's way to save, with one file per rank, which remembers its first save.
+
+    Rank 0 gathers a plan from each rank before a save, and the offsets in each file after it, which
+    takes it seconds for a few ranks. Both are the same at the next save.
+    """
+
+    def __init__(self) -> None:
+        # Megatron by itself reuses the third plan, if the second was like the first.
+        super().__init__("torch_dist", 1, thread_count=1, cached_metadata=True)
+        self._own_offsets: Any = None
+        # On rank 0: of all ranks.
+        self._offsets: Any = None
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        storage_writer, metadata, wrapper = save_state_dict_ret
+        if metadata is not None:
+            self.cached_global_metadata = metadata
+        self.validated_cache_reuse = True
+        planned = (storage_writer, self.cached_global_metadata, wrapper)
+        request = super()._get_save_and_finalize_callbacks(writer, planned)
+        request.finalize_fns[:] = [partial(self._finalize, *planned)]
+        return request
+
+    def _finalize(self, writer: Any, metadata: Any, wrapper: Any) -> None:
+        """Write the metadata, after every rank has written."""
+        own = writer.retrieve_write_results()
+        if _on_all_ranks(own == self._own_offsets):
+            if wrapper.is_coordinator:
+                writer.finish(metadata, self._offsets)
+            return
+        self._own_offsets = own
+        finish = writer.finish
+
+        def remember(metadata: Any, offsets: Any) -> None:
+            self._offsets = offsets
+            finish(metadata, offsets)
+
+        with ExitStack() as patches:
+            patches.enter_context(replaced(writer, "retrieve_write_results", lambda: own))
+            patches.enter_context(replaced(writer, "finish", remember))
+            save_state_dict_async_finalize(writer, metadata, wrapper)
+
+
+def _on_all_ranks(condition: bool) -> bool:
+    """Return whether a condition holds on all ranks. Collective."""
+    holds = torch.tensor([condition], dtype=torch.int)
+    dist.all_reduce(holds, op=dist.ReduceOp.MIN)
+    return bool(holds)
+
+
+class Plans:
+    """The plans of a run's checkpoints, by model: its tensors are the same at each save."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bytes, _Strategy]] = {}
+
+    def strategy(self, model: str, state: Mapping[str, Any]) -> tuple[_Strategy, bool]:
+        """Return how to save a model, and whether its plan exists. Collective."""
+        structure = _structure(state)
+        before, strategy = self._known.get(model, (b"", _Strategy()))
+        # A rank may have got other tensors: all plan again, or none.
+        is_known = _on_all_ranks(before == structure)
+        if not is_known:
+            strategy = _Strategy()
+            self._known[model] = (structure, strategy)
+        return strategy, is_known
+
+
+def _structure(state: Mapping[str, Any]) -> bytes:
+    """A digest of which part of which tensor each entry of a sharded state is."""
+    digest = hashlib.sha256()
+    for entry in nested_values(dict(state)):
+        if isinstance(entry, ShardedTensor):
+            place = (entry.global_offset, entry.axis_fragmentations, entry.replica_id)
+            part = (entry.key, entry.dtype, entry.global_shape, entry.local_shape, *place)
+            digest.update(repr(part).encode())
+    return digest.digest()
+
+
 def plan_sharded(
-    state: dict[str, Any], folder: Path, host: HostCopies | None = None
+    state: dict[str, Any], folder: Path, host: HostCopies | None = None, plans: Plans | None = None
 ) -> PlannedShards:
     """Plan to save a sharded state dict into an existing folder. Collective.
 
     Args:
         host: memory to copy the tensors to; None: write them from their own memory.
+        plans: keeps the plan for the next save of a folder with this name.
     """
     apply_factories(state)
     for entry in nested_values(state):
@@ -73,13 +160,16 @@ def plan_sharded(
             buffer = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
             buffer.owner = tensor  # type: ignore[attr-defined]  # it lives as long as the buffer
             entry.data = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
-    # One file per rank.
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    strategy, is_known = (plans or Plans()).strategy(folder.name, state)
     # A queue of this process replaces the queue of a spawned manager process.
     local_results = replaced(filesystem_async, "_results_queue", queue.Queue())
     with local_results, _failures_of_rank_0_at_the_end():
         request = dist_checkpointing.save(
-            state, str(folder), sharded_strategy=strategy, async_sharded_save=True
+            state,
+            str(folder),
+            sharded_strategy=strategy,
+            validate_access_integrity=not is_known,
+            async_sharded_save=True,
         )
     assert request is not None
     return PlannedShards(request, folder.name, host)
