@@ -165,6 +165,8 @@ def test_a_layout_equals_autograd(
         key.removeprefix(lora_oracle.PREFIX) for key in stored
     }
     oracle.check_gradients(got["gradients"]["policy"], want["gradients"])
+    whole = torch.stack([gradient.norm() for gradient in want["gradients"].values()]).norm()
+    assert got["metrics"]["train/grad_norm"] == pytest.approx(float(whole), rel=oracle.TIGHT)
 
 
 # which peft calls

@@ -91,6 +91,9 @@ class Adapter(nn.Module):
         for factors in self.factors():
             cut, whole = (factors.b, factors.a) if self.by_column else (factors.a, factors.b)
             set_tensor_model_parallel_attributes(cut, True, 0 if self.by_column else 1, 1)
+            # By this mark the gradient norm counts a whole factor on one rank of its own group.
+            # Without it the norm would leave out the experts of all but the first rank of TP.
+            set_tensor_model_parallel_attributes(whole, self.group.rank() == 0, -1, 1)
             whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             for factor in (cut, whole):
                 # By this mark Megatron tells the parameters of experts.
