@@ -1,4 +1,4 @@
-"""Named defects in the Megatron backend, each of which must turn a case of two ranks red.
+"""Named defects in the Megatron backend, each of which must turn a case of a few ranks red.
 
     python tests/backend_mutants.py             all, as a table; exit code 1 unless each is caught
     python tests/backend_mutants.py NAME ...    these
@@ -69,6 +69,12 @@ MUTANTS = [
     ("the gradient reduction of SP dropped", B + "build.py",
      FINALIZE, without_step("_allreduce_non_tensor_model_parallel_grads"), on("tp2_sp")),
     ("gradients not finalized", B + "build.py", FINALIZE, "model.config.finalize_model_grads_func = None", on("dp2")),
+    # KV heads that ranks divide
+    ("a KV head's gradient without the other ranks' queries", B + "model/divided_heads.py", "tensor_parallel_output_grad=True",
+     "tensor_parallel_output_grad=False", on("tp4")),
+    ("the KV head of other queries", B + "model/divided_heads.py", "parts.narrow(0, self.head * self.ranks_of_head, ", "parts.narrow(0, 0, ", on("tp4")),
+    ("a KV head with its parts interleaved", B + "model/divided_heads.py", "permute(3, 1, 2, 0, 4)", "permute(3, 1, 2, 4, 0)", on("tp4")),
+    ("key and value of a rank exchanged", B + "model/divided_heads.py", "key, value = of_head", "value, key = of_head", on("tp4")),
     # adapters
     ("nothing recorded behind a frozen embedding", B + "model/lora.py", "model.embedding.register_forward_hook(_with_gradient)", "pass", on("lora_tp2_sp")),
     ("a whole factor without its mark under SP", B + "model/lora.py", "whole.sequence_parallel = self.sequence_parallel", "whole.sequence_parallel = False", on("lora_tp2_sp")),

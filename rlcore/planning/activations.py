@@ -253,17 +253,22 @@ def _attention_bytes(
     tp = layout.tensor
     d = shape.head_dim
     query = shape.heads * d / tp
-    keys = shape.groups * d / tp
+    # A rank projects its part of a KV head and gathers the head.
+    divided = shape.groups < tp
+    keys = max(shape.groups, tp) * d / tp
     # In fp32 on CUDA, keys and values are copied to all query heads.
     copies_keys = b == 4 and not load.composed_norm
-    repeated = copies_keys and shape.heads > shape.groups and not again
+    repeated = copies_keys and shape.heads > max(shape.groups, tp) and not again
     # The projection; `value` is a view of it, unless it is copied.
-    total = b * t * (query + 2 * keys) * (shape.qk_norm or not repeated)
+    projected = query + 2 * shape.groups * d / tp
+    total = b * t * projected * (shape.qk_norm or again or not (repeated or divided))
+    # The gathered key and value share memory.
+    total += b * t * 2 * keys * divided * (shape.qk_norm or not repeated)
     if shape.heads > shape.groups > tp and (shape.qk_norm or again):
         # The queries of several groups are copied out of the projection.
         total += b * t * query
     if shape.qk_norm:
-        total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
+        total += 4 * t * (query + keys) / d + _normalised(t * (query + keys), load)
         # The outputs of the norms, which are rotated again.
         total += b * t * (query + keys) * again
     # The input of the output projection.

@@ -84,8 +84,12 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
     # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
     # once more in the backward pass.
     yield layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
-    kv = 2 * shape.groups * shape.head_dim / tp
-    yield layers * tokens * cp * kv * b * sweeps, cp, tp * cp
+    head = 2 * shape.head_dim * b
+    if shape.groups < tp:
+        # Each rank gathers keys and values of all heads, and takes one.
+        yield layers * tokens * shape.groups * head * sweeps, tp, tp
+    kv_heads = max(shape.groups, tp) / tp
+    yield layers * tokens * cp * kv_heads * head * sweeps, cp, tp * cp
     routed = _rows(layout, job) * shape.topk * shape.hidden * b
     routings = 2 * (sweeps + ("moe" in layout.recompute))
     moe_layers = layers * shape.moe_layers / shape.layers

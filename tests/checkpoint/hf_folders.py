@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}, torch.bfloat16),
     "qwen2": ("Qwen2Config", {}, torch.bfloat16),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}, torch.float32),
+    # One KV head, which TP 2 divides.
+    "qwen2_mqa": ("Qwen2Config", {"num_key_value_heads": 1}, torch.bfloat16),
     "qwen3": ("Qwen3Config", {"head_dim": 16}, torch.float32),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16),
     "qwen2_moe": (

@@ -9,10 +9,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tensor": 2},
     "tp2_sequence": {"tensor": 2, "sequence": True},
+    # The models have two KV heads.
+    "tp4": {"tensor": 4},
     "pp2": {"pipeline": 2},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
     "pp2_uneven": {"pipeline": 2, "first_stage_layers": 1},
     "dp2": {},
+    "dp4": {},
     "ep2": {"expert": 2},
     "ep2_etp1": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
     "cp2": {"context": 2},
@@ -35,7 +38,7 @@ WORLDS = {
         ("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2", "cp2"),
         saves=("tp2", "vpp2", "dp2", "cp2"),
     ),
-    4: World(("tp2_pp2", "tp2_dp2", "ep2_pp2")),
+    4: World(("tp4", "dp4", "tp2_pp2", "tp2_dp2", "ep2_pp2"), saves=("tp4",)),
 }
 
 # How a policy and a critic (the reward model) are trained before they are saved.
@@ -55,10 +58,13 @@ PAIRS = [
     ("one", "tp2_pp2"),
     ("tp2", "dp2"), ("vpp2", "tp2"), ("dp2", "vpp2"), ("tp2", "tp2_dp2"),
     ("dp2", "pp2_uneven"), ("vpp2", "pp2_uneven"), ("vpp2", "cp2"), ("cp2", "tp2"),
+    ("one", "tp4"), ("tp4", "tp2_dp2"), ("tp4", "dp4"),
 ]  # fmt: skip
 
 # Loaded into an optimizer of the other kind: distributed from plain, plain from distributed.
-OTHER_KIND_PAIRS = [("one", "dp2"), ("dp2", "tp2"), ("vpp2", "cp2"), ("tp2", "tp2_dp2")]
+OTHER_KIND_PAIRS = [
+    ("one", "dp2"), ("dp2", "tp2"), ("vpp2", "cp2"), ("tp2", "tp2_dp2"), ("tp4", "tp2_dp2"),
+]  # fmt: skip
 OTHER_KIND = "other_kind_"
 
 

@@ -25,6 +25,7 @@ SAVED_UNDER = {
     "llama_tied": "pp2",
     "qwen2": "tp2_sequence",
     "qwen2_tied": "vpp2",
+    "qwen2_mqa": "tp2",
     "qwen3": "pp2_uneven",
     "qwen3_tied": "dp2",
     "qwen2_moe": "ep2",

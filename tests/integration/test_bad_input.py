@@ -170,9 +170,6 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     "heads": (
         given("policy.parallel.tensor=3", "cluster.processes_per_node=3"),
         ("policy.parallel.tensor: 3 does not divide", "attention heads (4)", "set it to 2")),
-    "KV groups": (
-        given("policy.parallel.tensor=4", "cluster.processes_per_node=4"),
-        ("policy.parallel.tensor: 4 does not divide", "KV groups (2)")),
     "layers": (given("policy.parallel.pipeline=4", "cluster.processes_per_node=4"),
                ("pipeline 4", "2 layers")),
     "world size": (

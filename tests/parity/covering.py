@@ -18,6 +18,7 @@ NOT_BUILT: frozenset[str] = frozenset()  # what no case may use yet
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("dense", "moe"),
+    "kv_heads": (2, 1),  # with 1, TP 2 divides it
     "tp": (1, 2),
     "sp": (False, True),
     "pp": (1, 2),
@@ -40,6 +41,7 @@ class Case:
     """One value of every axis."""
 
     family: str = "dense"
+    kv_heads: int = 2
     tp: int = 1
     sp: bool = False
     pp: int = 1
@@ -79,8 +81,9 @@ class Case:
 
     @property
     def name(self) -> str:
+        family = self.family + "_mqa" * (self.kv_heads == 1)
         return "-".join([
-            self.layout_name, self.family, "tied" if self.tied else "untied", self.algorithm,
+            self.layout_name, family, "tied" if self.tied else "untied", self.algorithm,
             f"mb{self.minibatches}", f"t{self.budget}", *(["dist"] if self.distributed else []),
         ])  # fmt: skip
 

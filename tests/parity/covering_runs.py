@@ -59,6 +59,11 @@ def updated(case: Case) -> int:
     return (case.ranks + case.pp + case.sp + case.ep) % case.minibatches
 
 
+def model_of(case: Case) -> str:
+    """The model of a case."""
+    return MODEL_OF[case.family] + "_mqa" * (case.kv_heads == 1) + "_tied" * case.tied
+
+
 def payload(case: Case, *, dtype: str = "fp32") -> dict[str, Any]:
     parallel = {
         "tensor": case.tp, "sequence": case.sp, "pipeline": case.pp, "virtual_pipeline": case.vpp,
@@ -67,7 +72,7 @@ def payload(case: Case, *, dtype: str = "fp32") -> dict[str, Any]:
     if case.family == "moe":
         parallel |= {"expert": case.ep, "expert_tensor": case.etp}
     return {
-        "name": case.name, "model": MODEL_OF[case.family] + "_tied" * case.tied,
+        "name": case.name, "model": model_of(case),
         "parallel": parallel, "plans": plans(case),
         "update": updated(case), "algorithm": ALGORITHMS[case.algorithm],
         "critic": case.algorithm == "ppo",
@@ -80,6 +85,7 @@ def reference_of(case: Case) -> dict[str, Any]:
     """The same optimizer step in one process, in one micro-batch, with nothing computed once."""
     alone = Case(
         case.family,
+        case.kv_heads,
         tied=case.tied,
         minibatches=case.minibatches,
         budget=1000,

@@ -1,4 +1,4 @@
-"""The cases of tests/backend_mutants.py: a layout of two ranks computes what plain torch computes.
+"""The cases of tests/backend_mutants.py: a layout of ranks computes what plain torch computes.
 
 Ranks and oracle are forked, since torch and Megatron are loaded already: a case takes a second or
 two. pytest collects this file only by its name.
@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}},
     "tp2_sp": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "sequence": True},
         "critic": True},
+    # Two ranks hold a KV head.
+    "tp4": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 4}},
     "pp2_tied": {"model": "qwen3_tied", "plan": "uneven", "parallel": {"pipeline": 2}},
     "vpp2": {"model": "qwen3", "plan": "pairs", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
     "pp2_uneven": {"model": "qwen3_three", "plan": "uneven", "parallel": {"pipeline": 2,
@@ -107,7 +109,8 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
         torch.save(expected, expected_file)
 
     in_children([expect])
-    in_children([rank_of(rank, 2, world) for rank in range(2)])
+    size = max(2, case.get("parallel", {}).get("tensor", 1))
+    in_children([rank_of(rank, size, world) for rank in range(size)])
     got, expected = (
         torch.load(path, weights_only=False) for path in (world / f"{name}.pt", expected_file)
     )

@@ -76,6 +76,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1}),
+    # One KV head, which tensor-parallel ranks divide.
+    **{
+        f"{name}_mqa{'_tied' * tied}": (f"{kind}Config", {
+            **keys, "num_key_value_heads": 1, "tie_word_embeddings": tied})
+        for name, kind, keys in (
+            ("qwen2", "Qwen2", {}),
+            ("qwen3", "Qwen3", {"head_dim": 16}),
+            ("qwen3_moe", "Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+        )
+        for tied in (False, True)
+    },
 }  # fmt: skip
 
 

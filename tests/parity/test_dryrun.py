@@ -28,6 +28,7 @@ class Case:
     @property
     def name(self) -> str:
         name = f"{self.files[0].split('/')[-1].removesuffix('.yaml')}-{self.model}"
+        name += "-tp8" if any("tensor: 8, pipeline: 8" in one for one in self.overrides) else ""
         name += "-fp32" if "model.dtype=fp32" in self.overrides else ""
         return f"{name}-shared" if "policy.share_prefixes=on" in self.overrides else name
 
@@ -76,6 +77,16 @@ CASES = [
         "Qwen3-235B-A22B",
         15,
         ("policy.parallel.last_stage_layers=1",),
+    ),
+    # Two ranks hold a KV head.
+    Case(
+        ("recipes/qwen3-235b-a22b-gspo-32nodes.yaml",),
+        "Qwen3-235B-A22B",
+        15,
+        (
+            "policy.parallel={tensor: 8, pipeline: 8, context: 1, last_stage_layers: 1, expert: 8,"
+            " expert_tensor: 1, sequence: true}",
+        ),
     ),
     Case(
         ("models/grpo.yaml",),

@@ -21,7 +21,8 @@ MIXTRAL = [*ALL[:4], "w1", "w2", "w3"]
 PARTS = ["q_proj", "v_proj", "up_proj"]  # of fused layers
 # model -> (targets, rank of experts)
 ADAPTERS: dict[str, tuple[list[str], int]] = {
-    "qwen3": (ALL, 0), "qwen3_tied": (ALL, 0), "qwen2_tied": (ALL, 0), "llama": (PARTS, 0),
+    "qwen3": (ALL, 0), "qwen3_mqa": (ALL, 0), "qwen3_tied": (ALL, 0), "qwen2_tied": (ALL, 0),
+    "llama": (PARTS, 0),
     "qwen3_moe": (ALL, 4), "qwen2_moe": (ALL, 3), "mixtral": (MIXTRAL, 2),
     "deepseek_v3": (LATENT, 2),
 }  # fmt: skip
@@ -69,6 +70,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("dp2", "qwen3", {}, "starved"),
         case("tp2_sp_recomputed", "qwen3", SP2, megatron=FULL),
         case("tp2_sp", "qwen2_tied", SP2),
+        case("tp2_sp", "qwen3_mqa", SP2),
         case("critic_tp2_sp", "qwen3", SP2, critic=True),
         case("saved", "qwen3_tied", SP2, steps=2, optimizer=TRAINED, save="qwen3_tied_saved"),
         case(
@@ -97,6 +99,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         case("tp2_sp_pp2", "qwen3_tied", {**SP2, "pipeline": 2}),
         case("tp2_sp_dp2", "qwen3", SP2, "starved", distributed=True),
+        # Two ranks hold a KV head.
+        case("tp4", "llama", {"tensor": 4}),
+        case("tp4_sp_recomputed", "qwen3", {"tensor": 4, "sequence": True}, megatron=FULL),
+        case(
+            "tp4_resumed", "qwen3_tied", {"tensor": 4}, optimizer=TRAINED, load="qwen3_tied_saved"
+        ),
         case("tp2_sp_ep2_etp2", "qwen3_moe", {**SP2, "expert": 2}, "starved"),
         case(
             "resumed_elsewhere",
@@ -111,12 +119,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
 }
 EVERY_RUN = (
     *(one["name"] for one in CASES[1] if "load" not in one),
-    "qwen3-tp2", "qwen3-tp2_sp", "llama-tp2_sp",
+    "qwen3-tp2", "qwen3-tp2_sp", "qwen3_mqa-tp2_sp", "llama-tp2_sp",
     "qwen3_tied-pp2", "qwen3-vpp2", "qwen3-cp2", "qwen3-dp2_distributed", "qwen3-tp2_sp_recomputed",
     "qwen3-critic_tp2_sp", "qwen3_moe-ep2_distributed", "qwen3_moe-tp2_sp_etp2",
     "deepseek_v3-tp2_sp_etp2", "deepseek_v3-tp2_sp_ep2", "qwen3_tied-saved", "qwen3_moe-saved",
 )  # fmt: skip
-SAVED = ("three_steps", "saved", "resumed", "resumed_elsewhere")
+SAVED = ("three_steps", "saved", "resumed", "resumed_elsewhere", "tp4_resumed")
 NAMES = [
     one["name"]
     for cases in CASES.values()
@@ -189,6 +197,7 @@ def test_autograd_equals_peft(name: str, expected: dict[str, Any], models: Path)
         ("qwen3_tied-saved", "qwen3_tied-resumed"),
         ("qwen3_moe-saved", "qwen3_moe-resumed"),
         pytest.param("qwen3_tied-saved", "qwen3_tied-resumed_elsewhere", marks=pytest.mark.full),
+        pytest.param("qwen3_tied-saved", "qwen3_tied-tp4_resumed", marks=pytest.mark.full),
     ],
 )
 def test_a_checkpoint_goes_on_under_another_layout(

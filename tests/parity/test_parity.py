@@ -22,6 +22,7 @@ from tests import nccl_rules
 
 IN_FLIGHT = "dp2_distributed_overlap"
 TP2 = {"tensor": 2}
+TP4 = {"tensor": 4}
 PP2 = {"pipeline": 2}
 SP2 = {"tensor": 2, "sequence": True}
 CP2 = {"context": 2}
@@ -112,6 +113,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         case("tp2_pp2", parallel=TP2 | PP2, critic=True),
+        # Two ranks hold a KV head.
+        case("tp4", parallel=TP4, critic=True),
+        case("tp4_sp_tied", model="qwen2_tied", parallel={**TP4, "sequence": True}),
+        case("tp4_trained", parallel=TP4, optimizer=TRAINED, steps=3),
         case("vpp2_dp2_overlap", "dp2", "qwen3_tied", optimizer={"overlap": True},
              parallel={**PP2, "virtual_pipeline": 2}, distributed=True, full=True),
     ],
@@ -306,7 +311,7 @@ def test_gradients_of_two_optimizer_steps_add_up_to_that_of_one(
         oracle.check_gradients(summed, expected)
 
 
-@pytest.mark.parametrize("name", each("trained", "tp2_trained", "dp2_trained"))
+@pytest.mark.parametrize("name", each("trained", "tp2_trained", "tp4_trained", "dp2_trained"))
 def test_three_steps_of_adamw_equal_torchs(name: str, results: Results, folder: Path) -> None:
     """Clipping, warm-up, cosine, and weight decay that spares norms."""
     expected = oracle.trained(folder / "models" / "qwen3", steps=3)

@@ -35,6 +35,8 @@ MODELS = {
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 160}),
     "llama": ("LlamaConfig", {}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3_mqa": ("Qwen3Config", {"head_dim": 32, "num_key_value_heads": 1}),
+    "llama_mqa": ("LlamaConfig", {"num_key_value_heads": 1}),
 }
 FULL = {
     "megatron": {
@@ -85,6 +87,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("dp2_distributed", "qwen3", {"data": 2}, DISTRIBUTED),
         case("cp2", "qwen3", CP2),
         case("tp2_etp1_ep2", "qwen3_moe", TP2_EP2),
+        case("tp2_sp_mqa", "qwen3_mqa", TP2_SP),
     ],
 }
 MORE: dict[int, list[dict[str, Any]]] = {
@@ -104,6 +107,9 @@ MORE: dict[int, list[dict[str, Any]]] = {
     2: [
         case("tp2", "qwen3", TP2),
         case("tp2_sp_full", "qwen3", TP2_SP, FULL),
+        case("tp2_mqa_llama", "llama_mqa", TP2),
+        case("tp2_mqa_llama_core_attn", "llama_mqa", TP2, selective("core_attn")),
+        case("tp2_mqa_core_attn", "qwen3_mqa", TP2, selective("core_attn")),
         case("pp2", "qwen3", PP2),
         case("pp2_tied", "qwen2_tied", PP2, {"micro_batches": 4}),
         case("pp2_uneven_full", "qwen2_tied", PP2_UNEVEN, FULL, {"micro_batches": 4}),

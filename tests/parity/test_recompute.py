@@ -72,6 +72,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         *cases("tp2_sp", "qwen3", "uniform_2", "block_1", "core_attn_mlp", parallel=SP2),
         *cases("tp2", "qwen3", "distributed", parallel={"tensor": 2}),
+        *cases("tp2_sp_mqa", "qwen3_mqa", "uniform_2", "core_attn_mlp", parallel=SP2),
         *cases("pp2", "qwen3", "uniform_1", "block_1", "core_attn_mlp", parallel=PP2),
         *cases("vpp2", "qwen3", "uniform_1", "core_attn_mlp", plan="pairs", parallel=VPP2),
         *cases("moe_tp2_sp", "qwen2_moe", "uniform_2", "every_part", parallel=SP2, **REPLAY),
@@ -93,7 +94,7 @@ NAMES = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("recompute")
-    oracle.write_models(folder / "models", only=("qwen3", "qwen2_moe", "deepseek_v3"))
+    oracle.write_models(folder / "models", only=("qwen3", "qwen3_mqa", "qwen2_moe", "deepseek_v3"))
     return Results(folder, CASES, (), script=RANKS)
 
 

@@ -5,7 +5,7 @@ Imports neither torch nor Megatron, so that `rlcore plan` and login nodes can us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from backends.megatron.convert.architecture import Architecture
 from rlcore.config.sections.policy import ParallelConfig
@@ -29,12 +29,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         )
     model = arch.transformer
     heads = model["num_attention_heads"]
-    groups = model.get("num_query_groups") or model["num_attention_heads"]
-    sizes = [
-        ("attention heads", heads),
-        ("KV groups", groups),
-        ("feed-forward width", model["ffn_hidden_size"]),
-    ]
+    sizes = [("attention heads", heads), ("feed-forward width", model["ffn_hidden_size"])]
     # Tensor parallelism also splits the projections to the low-rank forms.
     if arch.latent_attention:
         low_rank = model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]
@@ -42,13 +37,35 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
     for what, size in sizes:
         if size % tp:
-            nearest = _nearest_divisor(tp, *(size for _, size in sizes))
+            nearest = _nearest_tensor(arch, tp, sizes)
             raise ConfigError(
                 f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); set it"
                 f" to {nearest}"
             )
+    if not _fits_kv_heads(arch, tp):
+        groups = model["num_query_groups"]
+        head_dim = model["kv_channels"]
+        raise ConfigError(
+            f"policy.parallel.tensor: {tp} does not fit the model's {groups} KV heads of size"
+            f" {head_dim}: expected a divisor of {groups}, or a multiple of it that divides"
+            f" {groups * head_dim}, the rows of all KV heads; set it to"
+            f" {_nearest_tensor(arch, tp, sizes)}"
+        )
     layers_of_stages(model["num_layers"], parallel)
     _check_experts(arch, parallel, world_size)
+
+
+def _fits_kv_heads(arch: Architecture, tp: int) -> bool:
+    """Whether all ranks hold the same number of whole KV heads, or equal parts of one."""
+    groups: int = arch.transformer["num_query_groups"]
+    rows: int = groups * arch.transformer["kv_channels"]
+    return groups % tp == 0 or (tp % groups == 0 and rows % tp == 0)
+
+
+def _nearest_tensor(arch: Architecture, tp: int, sizes: Sequence[tuple[str, int]]) -> int:
+    """The largest tensor-parallel size up to `tp` that fits the model."""
+    fitting = (n for n in range(tp, 0, -1) if _fits_kv_heads(arch, n))
+    return next(n for n in fitting if not any(size % n for _, size in sizes))
 
 
 def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:

@@ -84,7 +84,8 @@ def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> l
     [groups, rows / groups, ...].
     """
     if split is Split.QKV:
-        groups = rows[1] // head_dim
+        # A rank has whole KV heads, or part of one.
+        groups = max(rows[1] // head_dim, 1)
         by_group = param.view(groups, param.size(0) // groups, *param.shape[1:])
         return list(torch.split(by_group, [n // groups for n in rows], dim=1))
     if split is Split.GATED:

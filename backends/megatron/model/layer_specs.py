@@ -23,6 +23,7 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
+from backends.megatron.model.divided_heads import DividedHeads, divides_heads
 from backends.megatron.model.elementwise import SwiGLU, rotate
 from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
@@ -37,6 +38,9 @@ def layer_specs(
     te = config.transformer_impl == "transformer_engine"
     layer_spec = te_layer_spec if te else local_layer_spec
     dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
+    if divides_heads(config):
+        dense.submodules.self_attention.module = DividedHeads
+        moe.submodules.self_attention.module = DividedHeads
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     return TransformerBlockSubmodules(

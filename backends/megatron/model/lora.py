@@ -154,8 +154,8 @@ class Adapter(nn.Module):
             blocks.append(F.pad(found[place[index]], (before, after)))
         if self.split is not Split.QKV:
             return torch.cat(blocks)
-        # Rows of q, k and v alternate group by group.
-        groups = self.rows[1] // self.head_dim
+        # Rows of q, k and v alternate group by group; a rank may have part of one group.
+        groups = max(self.rows[1] // self.head_dim, 1)
         by_group = [block.view(groups, -1, block.size(1)) for block in blocks]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 

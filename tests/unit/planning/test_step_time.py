@@ -102,8 +102,23 @@ def test_tensor_parallelism_sends_four_half_all_reduces_a_sweep() -> None:
     assert sent(Layout(tensor=4, sequence=True)) == pytest.approx(one * (4 * 3 + 2))
     assert sent(Layout(tensor=4, recompute="full")) == pytest.approx(one * 4 * 4)
     # more than a node's 8 GPUs: over the network
-    across = sent(Layout(tensor=16))
+    narrow = replace(DENSE, heads=16, groups=16, head_dim=64)
+    across = times(Layout(tensor=16), shape=narrow).communication
     assert across == pytest.approx(8 * TOKENS * 1024 * 2 * 15 / 16 / (50e9 * 0.7) * 12)
+
+
+def test_ranks_that_divide_kv_heads_gather_all_of_them() -> None:
+    few = replace(DENSE, groups=2)
+    sent = [times(Layout(tensor=n), shape=few).communication for n in (2, 4)]
+    gathered = 8 * TOKENS * 2 * 2 * 128 * 2 * 3 / 4 / (450e9 * 0.7) * 3
+    hidden = 8 * TOKENS * 1024 * 2 / (450e9 * 0.7) * 4 * 3
+    assert sent == pytest.approx([hidden / 2, hidden * 3 / 4 + gathered])
+    # Context-parallel ranks exchange the one head that a rank has then.
+    shared = Layout(tensor=4, context=2)
+    keys = 8 * TOKENS * 2 * 128 * 2 / 2 / (450e9 * 0.7) * 3
+    found = times(shared, shape=few).communication
+    half = (hidden * 3 / 4 + gathered) / 2
+    assert found == pytest.approx(half + keys + summed(shared, few, 8))
 
 
 def summed(layout: Layout, shape: ModelShape, each: int) -> float:

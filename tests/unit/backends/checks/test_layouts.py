@@ -26,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {**SIZES, **EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
         "head_dim": 8,
             "norm_topk_prob": True},
+    "few": {**SIZES, "num_key_value_heads": 2, "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"]},
     "narrow": {**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3, "model_type": "llama",
                "architectures": ["LlamaForCausalLM"]},
 }  # fmt: skip
@@ -52,8 +54,14 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "policy.parallel.tensor: 8 does not divide the model's attention heads (12); set it to 4",
      "tensor=4"),
     ("dense", "tensor=3 processes=6",
-     "policy.parallel.tensor: 3 does not divide the model's KV groups (4); set it to 2",
+     "policy.parallel.tensor: 3 does not fit the model's 4 KV heads of size 8: expected a divisor "
+     "of 4, or a multiple of it that divides 32, the rows of all KV heads; set it to 2",
      "tensor=2"),
+    # its 2 KV heads are divided over 4 ranks, but not over 12 or 6: thirds of 8 rows
+    ("few", "tensor=12 processes=12",
+     "policy.parallel.tensor: 12 does not fit the model's 2 KV heads of size 8: expected a divisor "
+     "of 2, or a multiple of it that divides 16, the rows of all KV heads; set it to 4",
+     "tensor=4"),
     ("dense", "sequence=true",
      "policy.parallel.sequence (override): sequence parallelism needs policy.parallel.tensor > 1: "
      "set it to false",
