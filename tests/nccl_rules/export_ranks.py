@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from rlcore.config.sections.policy import ParallelConfig
 from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.weights import Bucket
 from tests import nccl_rules
+from tests.nccl_rules.recording import record
 from tests.parity.rank_main import load_chunks, main
 
 T = TypeVar("T")
@@ -157,6 +159,9 @@ def run(case: dict[str, Any], folder: Path) -> None:
             Path(case["model"]), layout, parallel, case["bucket_bytes"], sharing=exporter
         )
         compare_quantised(exporter, small)
+        orders = [record(export, exporter, everywhere=everywhere) for everywhere in (False, True)]
+        told_orders = folder / f"{case['name']}_{parallel.rank}.orders.json"
+        told_orders.write_text(json.dumps([asdict(order) for order in orders]))
         save_file(shared, folder / f"{case['name']}_{parallel.rank}.safetensors")
         if parallel.rank == 0:
             begun = begun_ahead(exporter)
