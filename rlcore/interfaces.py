@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -309,12 +309,14 @@ class Orders:
         transport: the transport whose `BucketSender` the ranks use.
         ranks: the argument of `BucketSender.open` for each sending rank; JSON-able.
         joins: the ranks answer with a rendezvous, where the engines join them.
+        enters: for each rank that helps others, the ranks whose rendezvous it enters.
         gathers: the engines receive the results of `BucketSender.pack` of all these ranks.
     """
 
     transport: str
     ranks: Mapping[int, Any]
     joins: bool = False
+    enters: Mapping[int, Sequence[int]] = field(default_factory=dict)
     gathers: bool = False
 
 
@@ -325,7 +327,7 @@ class BucketSender:
         """Begin a publication. Returns this rank's rendezvous for engines, JSON-able."""
 
     def enter(self, answers: Mapping[int, Any]) -> None:
-        """Connect to the ranks that this rank helps; `answers` has the result of each `open`."""
+        """Connect to the ranks that this rank helps; `answers` has the result of their `open`."""
 
     def pack(self, bucket: Bucket, flat: Tensor) -> Any:
         """Return the data that the call for this bucket sends to the engines.

@@ -55,10 +55,10 @@ class OneRank:
         self, buckets: Sequence[Bucket], *, only_stale: bool = False, is_base: bool = False
     ) -> bool:
         """Open a publication; False where no engine lacks the base."""
-        order = self.ranks.order(buckets, only_stale=only_stale, is_base=is_base)
-        if order is not None:
-            self.ranks.open(order, buckets)
-        return order is not None
+        orders = self.ranks.order(buckets, only_stale=only_stale, is_base=is_base)
+        if orders is not None:
+            self.ranks.open(orders[0], buckets)
+        return orders is not None
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self.ranks.send(bucket, flat)

@@ -114,7 +114,8 @@ class RankSync:
         # On rank 0, the number of the newest deleted key.
         self._tidied = 0
         self._interrupted = threading.Event()
-        self._longest_pause_s = max(POLL_MAX_S, POLL_RANK_S * world_size)
+        # Between two looks into the store, for something that takes long.
+        self.longest_pause_s = max(POLL_MAX_S, POLL_RANK_S * world_size)
 
     # --- agreement --------------------------------------------------------------------------------
 
@@ -145,6 +146,22 @@ class RankSync:
         self._wait(key, f"rank 0: {what}", timeout_s)
         return self.store.get(key).decode(errors="replace")
 
+    def scatter(
+        self, what: str, work: Callable[[], Sequence[str]], *, timeout_s: float | None = None
+    ) -> str:
+        """Run `work` on rank 0, as in `run_on_rank0`, and return to each rank its own string.
+
+        The strings are in rank order. A string with a part for every rank would be broadcast to
+        every rank, so its bytes would grow with the square of the ranks.
+        """
+        key = self._next_key(what)
+        if self.rank == 0:
+            own, *others = self._post_failure_of(work)
+            for rank, value in enumerate(others, start=1):
+                self.store.set(f"{key}/{rank}", value)
+            return own
+        return self._take(f"{key}/{self.rank}", f"rank 0: {what}", timeout_s)
+
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
         """Hold rank 0 until every rank arrives; the others continue. Errors as in `gather`."""
         self.gather(what, "", timeout_s=timeout_s)
@@ -174,10 +191,7 @@ class RankSync:
             return []
         values = [value]
         for rank in wanted:
-            self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
-            values.append(self.store.get(f"{key}/{rank}").decode())
-            # The value may be long, and the store lives as long as the run.
-            self.store.delete_key(f"{key}/{rank}")
+            values.append(self._take(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s))
         return values
 
     def wait_until(
@@ -200,7 +214,7 @@ class RankSync:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"rank {self.rank} waited {limit_s:.0f} s for {what}")
             time.sleep(pause)
-            pause = min(pause * 1.5, self._longest_pause_s)
+            pause = min(pause * 1.5, self.longest_pause_s)
         if (ended := now()) - began > SHORT_WAIT_S:
             RECORDER.add(self.track, f"waits for {what}", began, ended)
 
@@ -242,6 +256,16 @@ class RankSync:
 
     def _wait(self, key: str, what: str, timeout_s: float | None) -> None:
         self.wait_until(lambda: self.store.check([key]), what, timeout_s=timeout_s)
+
+    def _take(self, key: str, what: str, timeout_s: float | None) -> str:
+        """Wait for a value that is for this rank alone, and delete it.
+
+        It may be long, and the store lives as long as the run.
+        """
+        self._wait(key, what, timeout_s)
+        value = self.store.get(key).decode(errors="replace")
+        self.store.delete_key(key)
+        return value
 
     # --- interruption -----------------------------------------------------------------------------
 

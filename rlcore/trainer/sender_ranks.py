@@ -8,7 +8,8 @@ store.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,30 +80,30 @@ class SenderRanks:
         # State of the current publication.
         self._number = 0
         self._sender = BucketSender()
-        # Whether this rank sends.
+        # Whether this rank sends, and whether ranks other than rank 0 do and need the buckets.
         self._sends = False
-        # The sending ranks other than rank 0.
+        self.everywhere = False
+        # The sending ranks other than rank 0, on rank 0.
         self._others: list[int] = []
         self._gathers = False
+        # On other ranks: what they found out about a failure, and when they look again.
+        self._heard: Any = None
+        self._next_look = 0.0
         # On rank 0: its own answer to its order, the pending call, the first failure.
         self._answers: dict[int, Any] = {}
+        self._enters: Mapping[int, Sequence[int]] = {}
         self._pending: Future[Any] | None = None
         self.failure: RlcoreError | None = None
         self._stop: Any = None
 
-    @property
-    def everywhere(self) -> bool:
-        """Whether ranks other than rank 0 need the buckets."""
-        return bool(self._others)
-
     def order(
         self, buckets: Sequence[Bucket], *, only_stale: bool, is_base: bool = False
-    ) -> str | None:
-        """Open a publication and rank 0's part in it. Returns the orders of the other ranks.
+    ) -> list[str] | None:
+        """Open a publication and rank 0's part in it. Returns the order of each rank.
 
         None where no engine lacks the base.
 
-        Rank 0's own order is not returned: the keys of digests must not be in the store.
+        Rank 0's own order is not among them: the keys of digests must not be in the store.
         """
         self.failure = None
         self._stop = None
@@ -115,39 +116,51 @@ class SenderRanks:
         self._answers = {}
         if self._sends:
             self._answers[0] = self._sender.open(orders.ranks[0], buckets)
-        others = {rank: order for rank, order in orders.ranks.items() if rank}
-        if orders.joins and not others:
+        self._others = sorted(orders.ranks.keys() - {0})
+        self._enters = orders.enters
+        if orders.joins and not self._others:
             calls("join", self._answers)
-        return json.dumps([orders.transport, list(others.items()), orders.joins, orders.gathers])
+        common = [orders.transport, bool(self._others), orders.joins, orders.gathers]
+        return [
+            json.dumps([*common, [orders.ranks[rank]] if rank and rank in orders.ranks else []])
+            for rank in range(self._sync.world_size)
+        ]
 
     def open(self, order: str, buckets: Sequence[Bucket]) -> bool:
         """Begin a publication. Returns, on every rank alike, whether engines have to `join`.
 
         Args:
-            order: the result of `order` on rank 0.
+            order: this rank's, of those that `order` returned on rank 0.
         """
-        transport, others, joins, self._gathers = json.loads(order)
-        orders = dict(others)
-        self._others = [*orders]
+        transport, self.everywhere, joins, self._gathers, orders = json.loads(order)
         self._number += 1
+        self._heard = None
+        self._next_look = 0.0
         rank = self._sync.rank
-        own: Any = None
+        answer: Any = None
         if rank:
-            self._sends = rank in orders
+            self._sends = bool(orders)
+            # Other ranks than rank 0 need only themselves, if they send.
+            self._others = [rank] if self._sends else []
             if self._sends:
                 self._sender = self._sender_of(transport)
-                own = self._sender.open(orders[rank], buckets)
-        if not (joins and orders):
+                answer = self._sender.open(orders[0], buckets)
+        if not (joins and self.everywhere):
             return False
-        values = self._sync.gather("the ranks' rendezvous", json.dumps(own), ranks=self._others)
+        values = self._sync.gather("the ranks' rendezvous", json.dumps(answer), ranks=self._others)
         # The first value is rank 0's own.
         self._answers |= zip(self._others, map(json.loads, values[1:]))
-        said = self._sync.broadcast(
-            "every rank's rendezvous", lambda: json.dumps(list(self._answers.items()))
-        )
+        said = self._sync.scatter("the rendezvous that each rank enters", self._entered)
         if self._sends:
             self._sender.enter(dict(json.loads(said)))
         return True
+
+    def _entered(self) -> list[str]:
+        """The rendezvous of the ranks that each rank helps (rank 0)."""
+        return [
+            json.dumps([(other, self._answers[other]) for other in self._enters.get(rank, ())])
+            for rank in range(self._sync.world_size)
+        ]
 
     def join(self) -> None:
         """Have the engines join the groups of the ranks (rank 0)."""
@@ -157,10 +170,13 @@ class SenderRanks:
         """Do this rank's part of sending a bucket. Returns whether it has one."""
         if flat is None:
             return False
-        own = self._sender.pack(bucket, flat) if self._sends and self._stopped() is None else None
+        own: Any = None
+        # What is packed in vain, for a failed publication, has to be freed.
+        if self._sends and self._stopped(looks=self._gathers) is None:
+            own = self._sender.pack(bucket, flat)
         # What each rank packed, on rank 0.
         packed = {} if own is None else {self._sync.rank: own}
-        if self._gathers and self._others:
+        if self._gathers and self.everywhere:
             what = f"what ranks pack of bucket {bucket.index}"
             words = self._sync.gather(what, "" if own is None else own, ranks=self._others)
             packed |= {rank: word for rank, word in zip(self._others, words[1:]) if word}
@@ -196,7 +212,7 @@ class SenderRanks:
     def end(self, *, done: bool) -> None:
         """End the publication on this rank."""
         if self._sends:
-            self._sender.end(done=done, stopped=None if done else self._stopped())
+            self._sender.end(done=done, stopped=None if done else self._stopped(looks=True))
         self._sends = False
 
     def close(self) -> None:
@@ -211,15 +227,26 @@ class SenderRanks:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _stopped(self) -> Any:
-        """The limit of what is still sent after a failure, else None."""
+    def _stopped(self, *, looks: bool = False) -> Any:
+        """The limit of what is still sent after a failure, else None.
+
+        A rank asks several times a bucket. It looks into the store as often as a rank that waits,
+        so that the number of requests does not depend on the number of buckets.
+
+        Args:
+            looks: look now.
+        """
         if self._sync.rank == 0:
             if self._pending is not None and self._pending.done():
                 self._end_call()
             return self._stop
-        store = self._sync.store
-        key = f"publications/{self._number}/stopped"
-        return json.loads(store.get(key)) if store.check([key]) else None
+        moment = time.monotonic()
+        if self._heard is None and (looks or moment >= self._next_look):
+            self._next_look = moment + self._sync.longest_pause_s
+            store = self._sync.store
+            key = f"publications/{self._number}/stopped"
+            self._heard = json.loads(store.get(key)) if store.check([key]) else None
+        return self._heard
 
     def _end_call(self) -> None:
         """Wait for the pending call."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend, WeightSource
@@ -27,6 +28,7 @@ AGAIN = "again"
 # Followed by the orders of the sending ranks.
 OPEN = "open"
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -103,11 +105,11 @@ class WeightPublisher:
         began = now()
         buckets = source.buckets()
 
-        def opening() -> str:
+        def opening() -> list[str] | str:
             if step is not None and not is_base:
                 self.version = on_rank0(self.journal).next(step).version
-            order = self.ranks.order(buckets, only_stale=step is None, is_base=is_base)
-            return DONE if order is None else OPEN + order
+            orders = self.ranks.order(buckets, only_stale=step is None, is_base=is_base)
+            return DONE if orders is None else [OPEN + order for order in orders]
 
         def joining() -> str:
             self.ranks.join()
@@ -121,7 +123,7 @@ class WeightPublisher:
             if step is not None and not is_base:
                 self.published(step, self.version, on_rank0(self.journal).incarnation)
 
-        outcome = self._on_rank0("opening a publication", opening)
+        outcome = self._open(opening)
         self._record("opening", began)
         if not outcome.startswith(OPEN):
             return outcome
@@ -140,6 +142,20 @@ class WeightPublisher:
         self._record("closing", began)
         return outcome
 
+    def _open(self, work: Callable[[], list[str] | str]) -> str:
+        """Open a publication on rank 0. Returns to each rank its own outcome; otherwise as below.
+
+        Args:
+            work: returns the outcome of each rank, or one for all.
+        """
+
+        def run() -> list[str]:
+            outcomes = self._or_cancel(work)
+            everyone = self.sync.world_size
+            return [outcomes] * everyone if isinstance(outcomes, str) else outcomes
+
+        return self.sync.scatter("opening a publication", run, timeout_s=self.timeout_s)
+
     def _on_rank0(
         self, what: str, work: Callable[[], str], then: Callable[[], None] = lambda: None
     ) -> str:
@@ -147,16 +163,17 @@ class WeightPublisher:
 
         `then` follows successful work, while the other ranks still wait.
         """
+        return self.sync.broadcast(
+            what, lambda: self._or_cancel(work, then), timeout_s=self.timeout_s
+        )
 
-        def run() -> str:
-            try:
-                outcome = work()
-            except RlcoreError as error:
-                return self._cancel(error)
-            then()
-            return outcome
-
-        return self.sync.broadcast(what, run, timeout_s=self.timeout_s)
+    def _or_cancel(self, work: Callable[[], T], then: Callable[[], None] = lambda: None) -> T | str:
+        try:
+            outcome = work()
+        except RlcoreError as error:
+            return self._cancel(error)
+        then()
+        return outcome
 
     def _record(self, stage: str, began: float) -> float:
         """Record a stage on this sender's timeline track. Returns the stage's end."""

@@ -120,13 +120,20 @@ class DistributedTransport(Transport):
         for order in self._orders:
             for group_rank, rank in enumerate(order.trainer):
                 served.setdefault(rank, []).append(asdict(replace(order, rank=group_rank)))
-        known = [engine.name for engine in self._links]
+        known: dict[int, list[str]] = {rank: [] for rank in served}
+        for engine, link in self._links.items():
+            for rank in known.keys() & link.ranks:
+                known[rank].append(engine.name)
         orders = {
-            rank: {"engines": engines, "known": known, "digests": []}
+            rank: {"engines": engines, "known": known[rank], "digests": []}
             for rank, engines in served.items()
         }
         orders[0]["digests"] = [*self._digests.values()]
-        return Orders(self.name, orders, joins=True)
+        enters: dict[int, list[int]] = {}
+        for order in self._orders:
+            for helper in order.trainer[1:]:
+                enters.setdefault(helper, []).append(order.trainer[0])
+        return Orders(self.name, orders, joins=True, enters=enters)
 
     async def join(self, answers: Mapping[int, Any]) -> Failures:
         """Have engines enter the groups that ranks have opened for them.

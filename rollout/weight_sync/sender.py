@@ -129,8 +129,10 @@ class GroupSender(BucketSender):
     def enter(self, answers: Mapping[int, Any]) -> None:
         """Join the groups of the ranks that this one helps."""
         for order in self._orders:
+            if not order.rank:
+                continue
             address = read_address(answers, order.trainer[0], order.engine)
-            if order.rank and isinstance(address, GroupAddress):
+            if isinstance(address, GroupAddress):
                 self._drop(order.engine)
                 self._join(order, address, None)
 

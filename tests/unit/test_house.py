@@ -35,7 +35,7 @@ BUDGETS = {
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices
-    "rlcore/trainer": 2_960,  # the loop
+    "rlcore/trainer": 2_990,  # the loop; each rank gets its own order of a publication alone
     "rlcore/view": 1_750,  # the page
     "rollout": 1_050,  # the service
     "rollout/accounting": 1_150,  # the ledger
@@ -46,7 +46,7 @@ BUDGETS = {
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges
     "rollout/sandbox": 1_050,  # confinement
-    "rollout/weight_sync": 2_800,  # publications and transports
+    "rollout/weight_sync": 2_810,  # publications and transports; who enters whose rendezvous
     "rollout/workflows": 1_250,  # environments, agents, MCP
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads
     "backends/megatron": 11_650,
