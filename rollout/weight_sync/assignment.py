@@ -61,10 +61,11 @@ class SenderAssignment:
         if is_loopback(urlsplit(engine.url).hostname or ""):
             usable = [share for share in usable if ranks[share[0]].host == ranks[0].host]
         # The ranges of earlier engines may have been cut differently.
-        busy = [
-            sum(not set(share).isdisjoint(served) for served in self.served.values())
-            for share in usable
-        ]
+        share_of = {rank: number for number, share in enumerate(usable) for rank in share}
+        busy = [0] * len(usable)
+        for served in self.served.values():
+            for number in {share_of[rank] for rank in served if rank in share_of}:
+                busy[number] += 1
         chosen = busy.index(min(busy))
         members = [] if busy[chosen] else self._members(engine, gpu, usable[chosen], ranks)
         members = members or usable[chosen][:1]

@@ -131,6 +131,10 @@ class WeightExporter:
         self._device = next(chunks[0].parameters()).device
         self._padded_vocab = self._agree_on_vocab(self._exported.vocabulary_rows)
         self._ranks = self._gather_coordinates()
+        # There are as many kinds of sources as stages, and each looks at the ranks of its own.
+        self._ranks_of_stages: dict[int, list[int]] = {}
+        for rank, at in enumerate(self._ranks):
+            self._ranks_of_stages.setdefault(at.stage, []).append(rank)
         self._sources = self._find_sources()
         self._found: dict[tuple[int, int | None, Split], list[int]] = {}
         # The ranks other than rank 0 that contribute to a bucket.
@@ -348,11 +352,8 @@ class WeightExporter:
 
         kind = (source.stage, owner, split)
         if kind not in self._found:
-            self._found[kind] = [
-                rank
-                for rank, at in enumerate(self._ranks)
-                if at.stage == source.stage and contributes(at)
-            ]
+            ranks = self._ranks_of_stages[source.stage]
+            self._found[kind] = [rank for rank in ranks if contributes(self._ranks[rank])]
         return self._found[kind]
 
     def _slice(self, entry: Entry, shape: tuple[int, ...], at: _Coordinates) -> Slice:
