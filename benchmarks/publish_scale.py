@@ -76,15 +76,20 @@ MODELS: dict[str, tuple[str, dict[str, int], int, int]] = {
 
 def buckets_of(family: str, values: dict[str, int], bucket_bytes: int) -> tuple[Bucket, ...]:
     """The buckets that a run would publish, in bf16."""
-    config = getattr(transformers, f"{family}Config")(
-        **values, architectures=[f"{family}ForCausalLM"], tie_word_embeddings=False
-    )
     with tempfile.TemporaryDirectory() as scratch:
-        config.save_pretrained(scratch)
-        (Path(scratch) / "model.safetensors").touch()
+        write_config(Path(scratch), family, values)
         architecture = read_architecture(Path(scratch))
     specs = weight_specs(architecture, torch.bfloat16)
     return cut_buckets(specs, bucket_limit(sum(spec.num_bytes for spec in specs), bucket_bytes))
+
+
+def write_config(folder: Path, family: str, values: dict[str, int]) -> None:
+    """Write a model's folder without its weights."""
+    config = getattr(transformers, f"{family}Config")(
+        **values, architectures=[f"{family}ForCausalLM"], tie_word_embeddings=False
+    )
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
 
 
 def wire(size: int, ranks: int, engines: int, gpus: int, card: float) -> float:

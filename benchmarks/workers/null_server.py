@@ -46,12 +46,10 @@ SERVER_INFO = {
 }
 
 
-def answer(value: object) -> bytes:
+def answer(value: object, status: bytes = b"200 OK") -> bytes:
     body = json.dumps(value, separators=(",", ":")).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-        len(body),
-        body,
-    )
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, len(body)) + body
 
 
 ANSWERS = {
@@ -83,7 +81,10 @@ class NullServer(asyncio.Protocol):
         if declared and len(body) < int(rest.partition(b"\r\n")[0]):
             return
         self._got = b""
-        self.transport.write(ANSWERS.get(head.split(b" ", 2)[1], DONE))
+        self.transport.write(self.reply(head.split(b" ", 2)[1], body))
+
+    def reply(self, route: bytes, body: bytes) -> bytes:
+        return ANSWERS.get(route, DONE)
 
 
 async def serve() -> None:
