@@ -171,7 +171,7 @@ class SenderRanks:
         if flat is None:
             return False
         own: Any = None
-        # What is packed in vain, for a failed publication, has to be freed.
+        # What is packed for a failed publication has to be freed.
         if self._sends and self._stopped(looks=self._gathers) is None:
             own = self._sender.pack(bucket, flat)
         # What each rank packed, on rank 0.
