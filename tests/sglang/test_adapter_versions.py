@@ -63,7 +63,10 @@ def adapting(
 ) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("adapting") / "server.log"
     policies = read_policies({"earlier": str(earlier)}).values()
-    with serving(tiny_model, log, server=server_arguments(LORA, "cpu", policies)) as served:
+    # All linear layers, named one by one: the versions' own targets are among them.
+    given = server_arguments(LoraConfig(rank=4, alpha=6.0), "cpu", str(tiny_model), policies)
+    assert given["lora_target_modules"] == sorted([*TARGETS, "k_proj"])
+    with serving(tiny_model, log, server=given) as served:
         yield served
 
 

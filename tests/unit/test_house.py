@@ -41,7 +41,7 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 7_180,  # SGLang, embedded, external; contract; adapters, records of experts
+    "rollout/engines": 7_250,  # SGLang, embedded, external; contract; adapters, records of experts
     "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges

@@ -13,9 +13,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rlcore.adapter_folder import AdapterFolder
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import EngineFailed, RlcoreError
+from rollout.engines.checks import ExpertLayers, model_config
 from rollout.weight_sync.adapter import PackedAdapter, pack
 
 Control = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -26,19 +29,40 @@ POLICY = "policy-"
 logger = logging.getLogger(__name__)
 
 
+def linear_layers(model: str) -> set[str]:
+    """The names of all linear layers of a Hugging Face folder's model but head and routers.
+
+    SGLang's own "all" includes the head. It computes a head that may have adapters by a layer of
+    its own, in bf16 even with `enable_fp32_lm_head`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(model_config(model), trust_remote_code=False)
+    names = {
+        name.rpartition(".")[2]
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+    experts = set() if ExpertLayers.of(model) is None else {"gate_proj", "up_proj", "down_proj"}
+    return {name for name in names if name.endswith(("_proj", "_mqa"))} | experts
+
+
 def server_arguments(
-    lora: LoraConfig, device: str, policies: Collection[AdapterFolder] = ()
+    lora: LoraConfig, device: str, model: str, policies: Collection[AdapterFolder] = ()
 ) -> dict[str, Any]:
     """The arguments of a server that takes the adapters of a run, and its frozen policies.
 
     Two versions may be in one batch, and requests without an adapter count as one more.
     """
     targets = {*lora.targets, *(name for folder in policies for name in folder.targets)}
+    if "all-linear" in targets:
+        targets = (targets - {"all-linear"}) | linear_layers(model)
     ranks = [lora.rank, lora.expert_rank or 0, *(folder.rank for folder in policies)]
     arguments: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": max(ranks),
-        "lora_target_modules": ["all"] if "all-linear" in targets else sorted(targets),
+        "lora_target_modules": sorted(targets),
         "max_loras_per_batch": 3 + len(policies),
     }
     # The others are kernels for GPUs.

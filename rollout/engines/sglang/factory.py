@@ -102,7 +102,8 @@ class SGLangFactory:
             if not on_gpu:
                 others = (name for folder in policies for name in folder.targets)
                 check_adapters_on_cpu(config.model.path, [*lora.targets, *others])
-            arguments |= server_arguments(lora, "cuda" if on_gpu else "cpu", policies)
+            device = "cuda" if on_gpu else "cpu"
+            arguments |= server_arguments(lora, device, config.model.path, policies)
         return ManagedServer(
             engine_name(index),
             config.model.path,

@@ -17,7 +17,7 @@ from rlcore.errors import ConfigError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.weights import Bucket, TensorSpec, are_factors, raw_bytes
 from rollout.engines.sglang.adapters import server_arguments
-from rollout.engines.sglang.factory import check_adapters_on_cpu
+from rollout.engines.sglang.factory import ATTENTION, check_adapters_on_cpu
 from rollout.weight_sync.adapter import AdapterSender, PackedAdapter
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
@@ -50,17 +50,33 @@ def test_factors_of_several_ranks_become_one_with_the_same_products() -> None:
 
 def test_a_server_is_started_for_the_rank_and_the_targets() -> None:
     lora = LoraConfig(rank=8, targets=["q_proj", "v_proj"], expert_rank=16)
-    arguments = server_arguments(lora, "cuda")
+    arguments = server_arguments(lora, "cuda", "unread")
     assert arguments["max_lora_rank"] == 16
     assert arguments["lora_target_modules"] == ["q_proj", "v_proj"]
     assert "lora_backend" not in arguments
-    assert server_arguments(LoraConfig(), "cpu")["lora_target_modules"] == ["all"]
-    assert server_arguments(LoraConfig(), "cpu")["lora_backend"] == "torch_native"
+    assert server_arguments(lora, "cpu", "unread")["lora_backend"] == "torch_native"
     earlier = AdapterFolder(Path(), "", 32, 1.0, ("o_proj", "v_proj"))
-    both = server_arguments(lora, "cuda", [earlier])
+    both = server_arguments(lora, "cuda", "unread", [earlier])
     assert both["max_lora_rank"] == 32
     assert both["lora_target_modules"] == ["o_proj", "q_proj", "v_proj"]
     assert both["max_loras_per_batch"] == arguments["max_loras_per_batch"] + 1
+
+
+LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("qwen3", ATTENTION), ("qwen3_moe", ATTENTION), ("deepseek_v3", LATENT)],
+)
+def test_all_linear_layers_are_named_without_head_embedding_and_routers(
+    tmp_path: Path, family: str, attention: set[str]
+) -> None:
+    """SGLang's "all" would wrap the head, whose logits are then in bf16, whatever is asked for."""
+    experts = {} if family == "qwen3" else {"experts": 4, "experts_per_token": 2, "tied": False}
+    init_model(tmp_path / "model", ModelSpec(family=family, **SIZES, **experts))
+    named = server_arguments(LoraConfig(), "cuda", str(tmp_path / "model"))["lora_target_modules"]
+    assert named == sorted({*attention, "gate_proj", "up_proj", "down_proj"})
 
 
 def test_on_a_cpu_layers_with_experts_take_none(tmp_path: Path) -> None:
