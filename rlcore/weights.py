@@ -1,4 +1,7 @@
-"""The format in which weights are published: Hugging Face names, flat buckets of bytes."""
+"""The format in which weights are published: Hugging Face names, flat buckets of bytes.
+
+`add_product` multiplies with them.
+"""
 
 from __future__ import annotations
 
@@ -106,3 +109,28 @@ def fingerprint(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw_bytes(tensor))
     return digest.hexdigest()
+
+
+def add_product(
+    out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0
+) -> Tensor:
+    """Set `out` to beta * out + alpha * a @ b, rounded to nothing coarser than its own dtype.
+
+    Products of two bf16 numbers are exact in fp32, in which every kernel sums them; usually the
+    sum is then rounded to bf16. On a GPU the matmul writes the fp32 sum itself; torch's CPU has no
+    such matmul, so copies of the factors in fp32 are multiplied.
+
+    Args:
+        out: fp32, or of the factors' dtype. With `beta` 0 its old values are ignored.
+        a: [n, k].
+        b: [k, m], of the dtype of `a`.
+
+    Returns:
+        `out`, [n, m].
+    """
+    if out.dtype == a.dtype:
+        return out.addmm_(a, b, alpha=alpha, beta=beta)
+    if out.device.type == "cpu":
+        return out.addmm_(a.to(out.dtype), b.to(out.dtype), alpha=alpha, beta=beta)
+    # Into a matrix of the factors' dtype addmm needs no `out_dtype`, into a wider one it does.
+    return torch.addmm(out, a, b, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)

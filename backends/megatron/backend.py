@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,7 +104,9 @@ class MegatronBackend:
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
         # 1 in greedy and supervised runs.
         temperature = 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
-        self._head = HeadOptions(temperature, policy.logprobs.chunk_elements)
+        self._head = HeadOptions(
+            temperature, policy.logprobs.chunk_elements, fp32=policy.logprobs.fp32_head
+        )
         self._local_batch: LocalBatch | None = None
         self._adapters_of: dict[str, save_load.Adapters] = {}
         # Memory for saves in the background.
@@ -187,7 +190,7 @@ class MegatronBackend:
         Returns `logprobs` (and `entropy`), or the critic's `values`: fp32 [M], on rank 0 only.
         """
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
-        head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
+        head = replace(self._head, entropy=entropy)
         outputs: list[Any] = []
         routing: replay.Routing = replay.own_routing
         if model == "policy":

@@ -73,6 +73,7 @@ policy.megatron | override_transformer_config enable_gradient_checkpointing | re
 model.dtype | | bf16 fp16 | bf16 fp16 dtype | ds.param_dtype
 policy.routing_replay | router_replay | use_routing_replay use_rollout_routing_replay | |
 policy.logprobs.keep_sets | | sampling_mask | |
+policy.logprobs.fp32_head | | | cast_lm_head_to_fp32 |
 rollout.engine.kind | rollout.name | | use_vllm vllm_mode | vllm_sync_backend
 rollout.engine.count | | rollout_num_gpus | | vllm.num_engines
 rollout.engine.tensor_parallel | rollout.tensor_model_parallel_size | rollout_num_gpus_per_engine | vllm_tensor_parallel_size | vllm.tensor_parallel_size

@@ -23,10 +23,10 @@ LONGEST_FUNCTION = 70
 LONGEST_FILE = 480
 # Lines of a room, docstrings included. A capability that needs more raises its line here.
 BUDGETS = {
-    "rlcore": 2_360,  # the files of the root: command line, errors, interfaces, PEFT folders
+    "rlcore": 2_390,  # command line, errors, interfaces, PEFT folders, a product in fp32
     "rlcore/algorithms": 5_550,  # eleven estimators, eleven losses, corrections, their contracts
     "rlcore/boundary": 480,  # secrets, environment variables, text from outside
-    "rlcore/config": 4_850,  # 267 keys with their checks and other trainers' names
+    "rlcore/config": 4_890,  # 268 keys with their checks and other trainers' names
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
@@ -41,7 +41,7 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 7_250,  # SGLang, embedded, external; contract; adapters, records of experts
+    "rollout/engines": 7_250,  # SGLang, embedded, external; contract; adapters, fp32 heads
     "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges

@@ -29,6 +29,7 @@ from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.fused import Fused, fuses
 from rlcore.config.sections.policy import default_chunk_elements
 from rlcore.data.batch import BatchSamplingMasks
+from rlcore.weights import add_product
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class HeadOptions:
     # Logits in memory at one time; None: `default_chunk_elements` of the device.
     chunk_elements: int | None
     entropy: bool = True  # whether to compute the entropy
+    fp32: bool = False  # whether the logits of a bf16 model stay in fp32
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class LogprobHead(ColumnParallelLinear):
             vocab_size=vocab_size,
             tp=self.tp_group,
             entropy=targets.options.entropy,
+            fp32=targets.options.fp32,
             temperature=targets.options.temperature,
             tile_elements=targets.options.chunk_elements,
             sampling_mask=micro.sampling_mask,
@@ -146,6 +149,7 @@ def fused_logprobs(
     vocab_size: int,
     tp: ProcessGroup,
     entropy: bool = True,
+    fp32: bool = False,
     temperature: float = 1.0,
     tile_elements: int | None = None,
     sampling_mask: BatchSamplingMasks | None = None,
@@ -160,14 +164,16 @@ def fused_logprobs(
         hidden: [M, H].
         weight: [V/tp, H].
         tokens: int64 [M].
+        fp32: round neither logits nor the summands of gradients to the dtype of bf16 factors.
         sampling_mask: on the device of `hidden`.
         tile_elements: logits in memory at one time; by default `default_chunk_elements`.
     """
     default = default_chunk_elements(kernel_type(hidden.device))
-    elements = tile_elements or (FUSED_ELEMENTS if fuses(hidden.device) else default)
+    fused = FUSED_ELEMENTS // (2 if fp32 and hidden.dtype.itemsize < 4 else 1)
+    elements = tile_elements or (fused if fuses(hidden.device) else default)
     first = tp.rank() * weight.size(0)
     live = min(max(vocab_size - first, 0), weight.size(0))
-    shard = _Shard(first, live, temperature, elements, sampling_mask)
+    shard = _Shard(first, live, temperature, elements, fp32, sampling_mask)
     return _FusedLogprobs.apply(hidden, weight, tokens, shard, entropy, tp)
 
 
@@ -179,6 +185,7 @@ class _Shard:
     live: int  # number of columns that are real tokens
     temperature: float
     elements: int  # at most this many in a tile
+    fp32: bool  # products of bf16 factors are not rounded to bf16
     sampling_mask: BatchSamplingMasks | None
 
 
@@ -201,11 +208,14 @@ class _Tiles:
         self.columns = [slice(i, min(i + self.width, live)) for i in range(0, live, self.width)]
         size = self.height * self.width
         self.fused = fuses(hidden.device)
-        self._product = None
-        if hidden.dtype != self.dtype or self.fused:
-            self._product = hidden.new_empty(size)
-        if not self.fused:
+        if self.fused:
+            dtype = self.dtype if shard.fp32 else hidden.dtype
+            self._product = hidden.new_empty(size, dtype=dtype)
+        else:
             self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
+            wide = hidden.dtype == self.dtype
+            self._operand = self._logits if wide else hidden.new_empty(size)
+            self._product = self._logits if shard.fp32 else self._operand
         sampling_mask = shard.sampling_mask
         # int64 [K]: the row of each token of the masks.
         self._row_of = None
@@ -218,14 +228,10 @@ class _Tiles:
             )
 
     def product(self, rows: slice, columns: slice) -> Tensor:
-        """Compute a tile of hidden @ weight.T / temperature in the dtype of the matmuls.
-
-        The tile is valid until the next call.
-        """
-        memory = self._logits if self._product is None else self._product
-        z = _view(memory, rows, columns).addmm_(
-            self.hidden[rows], self.weight[columns].t(), beta=0, alpha=1 / self.shard.temperature
-        )
+        """Compute a tile of hidden @ weight.T / temperature, valid until the next call."""
+        z = _view(self._product, rows, columns)
+        weight = self.weight[columns].t()
+        add_product(z, self.hidden[rows], weight, beta=0, alpha=1 / self.shard.temperature)
         if self.shard.sampling_mask is not None:
             z.masked_fill_(~self._unmasked(self.shard.sampling_mask, rows, columns), _NO_COLUMN)
         return z
@@ -233,17 +239,24 @@ class _Tiles:
     def logits(self, rows: slice, columns: slice) -> Tensor:
         """Compute a tile in fp32 or wider, valid until the next call."""
         product = self.product(rows, columns)
-        return (
-            product if self._product is None else _view(self._logits, rows, columns).copy_(product)
-        )
+        logits = _view(self._logits, rows, columns)
+        return logits if self._product is self._logits else logits.copy_(product)
 
     def exp(self, z: Tensor) -> Tensor:
         """Compute e^z in a separate buffer, valid until the next call."""
         return torch.exp(z, out=self._other[: z.numel()].view(z.shape))
 
     def as_operand(self, dz: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Cast `dz` to the dtype of the matmuls; this overwrites the buffer of `product`."""
-        return dz if self._product is None else _view(self._product, rows, columns).copy_(dz)
+        """Cast `dz` to the dtype of the matmuls; this may overwrite the buffer of `product`."""
+        same = self._operand is self._logits
+        return dz if same else _view(self._operand, rows, columns).copy_(dz)
+
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add a @ b to `out`, which may be wider than the factors."""
+        if self.shard.fp32 or out.dtype == a.dtype:
+            add_product(out, a, b)
+        else:
+            out.add_(a @ b)
 
     def target(self, tokens: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Each row's token as a column of the tile, and whether the tile has it: both [rows, 1]."""
@@ -361,12 +374,13 @@ def _fused_gradient(
     through_p: Tensor,
     d_entropy: Tensor,
     d_target: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """See `_d_logits`."""
     here = torch.arange(z.size(1), device=z.device) == column[:, None]
     log_p = z.to(log_normalizer.dtype) - log_normalizer[:, None]
     d_z = log_p.exp() * (through_p[:, None] - log_p * d_entropy[:, None])
-    return (d_z + torch.where(here, d_target[:, None], 0.0)).to(z.dtype)
+    return (d_z + torch.where(here, d_target[:, None], 0.0)).to(dtype)
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -413,9 +427,9 @@ class _FusedLogprobs(torch.autograd.Function):
                     tiles, rows, columns, tokens, log_normalizer, entropies, d_logprobs, d_entropy
                 )
                 if d_hidden is not None:
-                    _add_product(d_hidden[rows], dz, weight[columns])
+                    tiles.add_product(d_hidden[rows], dz, weight[columns])
                 if d_columns is not None:
-                    _add_product(d_columns, dz.t(), hidden[rows])
+                    tiles.add_product(d_columns, dz.t(), hidden[rows])
             if d_weight is not None and d_columns is not None:
                 d_weight[columns] = d_columns
         d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
@@ -446,7 +460,8 @@ def _d_logits(
         column = tokens[rows] - (tiles.shard.first + columns.start)
         d_target = none if d_logprobs is None else d_logprobs[rows]
         product = tiles.product(rows, columns)
-        d_z: Tensor = _fused_gradient(product, column, normalizer, through_p, spread, d_target)
+        given = (product, column, normalizer, through_p, spread, d_target)
+        d_z: Tensor = _fused_gradient(*given, tiles.hidden.dtype)
         return d_z
     # z is log p.
     z = tiles.logits(rows, columns).sub_(normalizer[:, None])
@@ -461,11 +476,3 @@ def _d_logits(
         column, there = tiles.target(tokens, rows, columns)
         p.scatter_(1, column, p.gather(1, column) + d_logprobs[rows, None] * there)
     return tiles.as_operand(p, rows, columns)
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, where `out` may be wider than the factors."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    else:
-        out.add_(a @ b)

@@ -31,7 +31,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     rollout.sampling_masks,
     *(engine.engine_kind, engine.engine_servers, engine.managed_servers, engine.engine_tls),
-    *(engine.engine_transport, engine.engine_gpus, engine.colocated),
+    *(engine.fp32_head, engine.engine_transport, engine.engine_gpus, engine.colocated),
     *(rollout.staleness, rollout.curriculum),
     *(training.ray_launcher, training.debugging, training.data),
     *(reward.graders, reward.keys_over_tls),

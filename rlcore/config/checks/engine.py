@@ -42,6 +42,7 @@ QUANTISING: dict[str, tuple[Any, ...]] = {
 }
 FLASH_RL = "flash_rl"  # SGLang's load format that can reload FP8 weights
 ATTENTION_PARTS = "attn_dp_size"  # parts into which SGLang divides the batch for attention
+FP32_HEAD = "enable_fp32_lm_head"  # SGLang's argument for logits in fp32
 _WEIGHTS = (
     "weights are published to the ranks of one server, all of which hold parts of every layer"
 )
@@ -211,6 +212,42 @@ def cannot_start(engine: EngineConfig) -> Iterator[ConfigIssue]:
     if engine.device not in (None, "cuda", "cpu"):
         message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses"
         yield ConfigIssue(f"{ENGINE}.device", f"{message} among GPUs")
+
+
+def expected_fp32_head(config: Config) -> bool | None:
+    """Return whether servers must keep their logits in fp32; None where they may do either."""
+    wanted = config.policy.logprobs.fp32_head
+    trainer = config.model.dtype
+    engine = config.rollout.engine.dtype or trainer
+    return None if engine == "fp32" or (trainer == "fp32" and not wanted) else wanted
+
+
+def fp32_head(config: Config) -> Found:
+    """Trainer and servers agree on whether the logits of a bf16 model are rounded to bf16."""
+    engine = config.rollout.engine
+    if engine.kind != "sglang" or not generates(config):
+        return
+    expected = expected_fp32_head(config)
+    given = server_argument(engine, FP32_HEAD)
+    if expected is True and given is not None and not given:
+        yield (
+            f"{SERVER}.{FP32_HEAD}",
+            f"got {_show(given)}, but policy.logprobs.fp32_head: true keeps the trainer's logits in"
+            " fp32, and sets this: leave it out",
+        )
+    elif expected is False and given:
+        yield (
+            f"{SERVER}.{FP32_HEAD}",
+            f"got {_show(given)}, but the trainer rounds its logits to bf16, so the log-probs would"
+            " differ more: set policy.logprobs.fp32_head: true instead, which sets this too",
+        )
+    target = server_argument(engine, "rl_on_policy_target")
+    if expected is True and target is not None:
+        yield (
+            f"{SERVER}.rl_on_policy_target",
+            f"got {_show(target)}, with which SGLang rounds its logits to bf16 again, but"
+            " policy.logprobs.fp32_head is true: leave one of them out",
+        )
 
 
 def engine_transport(config: Config) -> Found:

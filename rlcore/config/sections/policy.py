@@ -115,6 +115,8 @@ class LogprobsConfig(Section):
     """Logits that exist at one time; default: 2^19 on a CPU, on CUDA 2^24, or 2^26 if compiled."""
     keep_sets: bool = False
     """Sampling masks: log-probs over the tokens that top-p and top-k left, as sampled."""
+    fp32_head: bool = False
+    """Logits of a bf16 model in fp32, not rounded to bf16, in the trainer and in its engines."""
 
 
 class Fp8Config(Section):

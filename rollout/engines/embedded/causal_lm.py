@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlcore.errors import ModelError
-from rlcore.weights import DTYPES
+from rlcore.weights import DTYPES, add_product
 from rollout.engines.checks import model_config
 from rollout.engines.embedded.routed_experts import ExpertTap
 
@@ -136,12 +136,31 @@ def _attend(
     return torch.matmul(scores.softmax(-1).to(value.dtype), value)
 
 
-class CausalLM:
-    """The model of a Hugging Face folder, with uninitialised weights, on one device."""
+class Fp32Head(nn.Linear):
+    """An output layer whose logits are in fp32, not rounded to the dtype of its weight."""
 
-    def __init__(self, path: str, *, device: torch.device, dtype: str) -> None:
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the logits [..., V] of hidden states [..., H]."""
+        rows = input.flatten(0, -2)
+        logits = rows.new_empty(len(rows), self.out_features, dtype=torch.float32)
+        return add_product(logits, rows, self.weight.t(), beta=0).view(*input.shape[:-1], -1)
+
+
+class CausalLM:
+    """The model of a Hugging Face folder, with uninitialised weights, on one device.
+
+    Args:
+        fp32_head: keep the logits of a bf16 model in fp32, as `policy.logprobs.fp32_head` says.
+    """
+
+    def __init__(
+        self, path: str, *, device: torch.device, dtype: str, fp32_head: bool = False
+    ) -> None:
         self.device = device
         self.module = build_module(path, device=device, dtype=DTYPES[dtype])
+        if fp32_head and DTYPES[dtype] != torch.float32:
+            module: Any = self.module
+            module.get_output_embeddings().__class__ = Fp32Head
         config: Any = self.module.config
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62

@@ -182,6 +182,7 @@ class EmbeddedEngine:
         tokenizer: folder of the tokenizer, read when a request has stop strings; default
             `model_path`.
         alpha: `policy.lora.alpha` of a run that publishes adapters.
+        fp32_head: `policy.logprobs.fp32_head`.
         policies: `rollout.policies`.
     """
 
@@ -195,11 +196,13 @@ class EmbeddedEngine:
         dtype: str = "bf16",
         tokenizer: str | None = None,
         alpha: float | None = None,
+        fp32_head: bool = False,
         policies: Mapping[str, str] = MappingProxyType({}),
         name: str = "engine-0",
     ) -> None:
         self.name = name
         self.alpha = alpha
+        self.fp32_head = fp32_head
         self.policies = policies
         self.config = config
         self.managed = True
@@ -233,7 +236,9 @@ class EmbeddedEngine:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
 
     def _build(self) -> None:
-        self._model = CausalLM(self.model_path, device=self.device, dtype=self.dtype)
+        self._model = CausalLM(
+            self.model_path, device=self.device, dtype=self.dtype, fp32_head=self.fp32_head
+        )
         self._weights = ModelWeights(self.name, self._model.module, self.alpha, self.policies)
 
     async def close(self) -> None:

@@ -98,6 +98,7 @@ class EmbeddedFactory:
                     dtype=config.model.dtype,
                     tokenizer=config.model.tokenizer,
                     alpha=adapter_alpha(config),
+                    fp32_head=config.policy.logprobs.fp32_head,
                     policies=config.rollout.policies,
                 )
             ]
@@ -123,6 +124,7 @@ class EmbeddedFactory:
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
             alpha=adapter_alpha(config),
+            fp32_head=config.policy.logprobs.fp32_head,
             policies=config.rollout.policies,
             tls=config.cluster.tls,
         )

@@ -59,6 +59,7 @@ class ServerConfig:
     dtype: str
     tokenizer: str | None = None
     alpha: float | None = None  # `policy.lora.alpha`
+    fp32_head: bool = False  # `policy.logprobs.fp32_head`
     policies: dict[str, str] = field(default_factory=dict)  # `rollout.policies`
     log: str = os.devnull
     tls: TLSConfig | None = None
@@ -244,6 +245,7 @@ async def serve(config: ServerConfig) -> None:
         dtype=config.dtype,
         tokenizer=config.tokenizer,
         alpha=config.alpha,
+        fp32_head=config.fp32_head,
         policies=config.policies,
         name=config.name,
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config.checks.engine import FLASH_RL, QUANTISING
+from rlcore.config.checks.engine import FLASH_RL, FP32_HEAD, QUANTISING
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
@@ -30,6 +30,9 @@ class ExternalServer:
     """Has the methods of `ManagedServer`, but neither starts nor ends the server.
 
     Use it from one event loop.
+
+    Args:
+        fp32_head: whether the server's logits are to be in fp32; None if that is the same.
     """
 
     managed = False
@@ -43,6 +46,7 @@ class ExternalServer:
         *,
         config: EngineConfig,
         keys: Keys,
+        fp32_head: bool | None = None,
         tls: TLSConfig | None = None,
     ) -> None:
         self.name = name
@@ -51,6 +55,7 @@ class ExternalServer:
         self.model_path = model_path
         self.config = config
         self.keys = keys
+        self.fp32_head = fp32_head
         self.tls = tls
         # we cannot see the process
         self.ended: asyncio.Future[Any] | None = None
@@ -60,7 +65,7 @@ class ExternalServer:
         """Wait until the server answers, check it, and return its URL.
 
         The checks cover the version of sglang, the model's type, architecture and vocabulary (its
-        weights come from us), the ranks of the server, and both keys.
+        weights come from us), the ranks of the server, the precision of its head, and both keys.
 
         Raises:
             ConfigError, UserError: the server is not the configured one, or refuses our keys.
@@ -114,7 +119,13 @@ class ExternalServer:
                 raise self._other(
                     f"has {name} {info.get(name)}", f"{size}; {hint}, or start the server so"
                 )
-
+        if self.fp32_head not in (None, bool(info.get(FP32_HEAD))):
+            raise self._other(
+                f"has {FP32_HEAD} {info.get(FP32_HEAD)}",
+                f"{self.fp32_head}, as the trainer's head (policy.logprobs.fp32_head); start the"
+                f" server {'with' if self.fp32_head else 'without'} --enable-fp32-lm-head, or"
+                " change the key",
+            )
         quantization = info.get("quantization")
         if self.config.quantization is not None:
             self._check_blocks(info)

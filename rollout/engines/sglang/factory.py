@@ -10,7 +10,7 @@ import torch
 
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
-from rlcore.config.checks.engine import server_argument
+from rlcore.config.checks.engine import FP32_HEAD, expected_fp32_head, server_argument
 from rlcore.config.derived import published_adapters
 from rlcore.errors import ConfigError, ModelError
 from rlcore.hf_config.read import read_config
@@ -86,6 +86,7 @@ class SGLangFactory:
         # Arguments that the rest of the configuration requires.
         needed = {
             "enable_return_routed_experts": config.policy.routing_replay == "engine",
+            FP32_HEAD: config.policy.logprobs.fp32_head,
             # On a CPU there is no memory to release.
             "enable_memory_saver": engine.colocated and on_gpu,
         }
@@ -159,6 +160,7 @@ class SGLangFactory:
             config.model.path,
             config=config.rollout.engine,
             keys=keys,
+            fp32_head=expected_fp32_head(config),
             tls=config.cluster.tls,
         )
         [engine] = cls.build_clients(config, [server], keys=keys)

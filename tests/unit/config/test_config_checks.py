@@ -13,6 +13,8 @@ PPO = "algorithm.estimator.name=ppo"
 LORA = "policy.lora.rank=8"
 TIS = "algorithm.correction.name=tis"
 SGLANG = "rollout.engine.kind=sglang"
+FP32 = "policy.logprobs.fp32_head=true"
+FP32_HEAD = "rollout.engine.server.enable_fp32_lm_head"
 BY_URL = (SGLANG, "rollout.engine.urls=[http://x:1]")
 COUNT = "rollout.engine.count"
 ROUTER = "rollout.engine.router_url=http://x:1"
@@ -140,6 +142,13 @@ def paths(lines: list[str]) -> list[str]:
         # data-parallel attention: parts of the server's ranks
         ([*TP_2, "rollout.engine.server={attn_dp_size: 3}"], [PARTS]),
         ([*TP_2, "rollout.engine.server={attn-dp-size: two}"], [PARTS]),
+        # the logits of trainer and servers
+        ([SGLANG, "rollout.engine.server={enable-fp32-lm-head: true}"], [FP32_HEAD]),
+        ([SGLANG, FP32, "rollout.engine.server={enable_fp32_lm_head: false}"], [FP32_HEAD]),
+        ([SGLANG, FP32, "rollout.engine.server={rl_on_policy_target: fsdp}"],
+         ["rollout.engine.server.rl_on_policy_target"]),
+        ([SGLANG, FP32, "model.dtype=fp32", "rollout.engine.dtype=bf16",
+         "rollout.engine.server={enable_fp32_lm_head: false}"], [FP32_HEAD]),
         ([SGLANG, "rollout.engine.max_batch=8"], ["rollout.engine.max_batch"]),
         ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1"],
          [f"rollout.engine.{key}" for key in ("count", "threads")]),
@@ -217,6 +226,11 @@ def test_refused(refusal, overrides, refused):
         [SGLANG, "rollout.engine.count=2", "rollout.engine.gpus=[0,1]",
          "rollout.engine.server={context_length: 4096}"],
         [*TP_2, "rollout.engine.server={attn_dp_size: 2}"],
+        [SGLANG, FP32, "rollout.engine.server={enable_fp32_lm_head: true}"],
+        [SGLANG, "model.dtype=fp32", "rollout.engine.server={enable_fp32_lm_head: true}"],
+        [SGLANG, "model.dtype=fp32", "rollout.engine.dtype=bf16",
+         "rollout.engine.server={enable_fp32_lm_head: true}"],
+        [FP32, "policy.lora={rank: 4}"],
         [*BY_URL, "rollout.engine.tensor_parallel=2", "rollout.engine.router_url=http://y:1"],
         # they are connected anew as often
         [*BY_URL, "rollout.engine.restart={limit: 1000, max_backoff_s: 600}"],

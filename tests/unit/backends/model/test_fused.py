@@ -43,7 +43,10 @@ CASES: list[tuple[Fused, Callable[[int], tuple[Any, ...]]]] = [
         lambda n: (drawn(n, 5), drawn(n, 5, seed=1), drawn(n, 5, seed=2)),
     ),
     (head._fused_absorb, lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n))),
-    (head._fused_gradient, lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n))),
+    (
+        head._fused_gradient,
+        lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n), torch.bfloat16),
+    ),
 ]
 
 

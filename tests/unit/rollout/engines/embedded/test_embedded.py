@@ -18,7 +18,7 @@ from transformers import (
 from rlcore.data.generation import StopStrings
 from rlcore.errors import ModelError, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
-from rollout.engines.embedded.causal_lm import build_module
+from rollout.engines.embedded.causal_lm import CausalLM, KVCache, build_module
 from rollout.engines.embedded.engine import plan_slots
 from rollout.engines.embedded.model_weights import as_published
 
@@ -98,6 +98,32 @@ def test_the_bias_of_a_router_stays_fp32(tmp_path):
     }
     assert dtypes["model.layers.1.mlp.gate.e_score_correction_bias"] == torch.float32
     assert module.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_logits_of_an_fp32_head_are_not_rounded(tmp_path, tied, dtype):
+    """Against float64, from the hidden states that the head got."""
+    init_model(tmp_path, ModelSpec(hidden=64, layers=2, intermediate=48, tied=tied))
+    logits = {}
+    for fp32_head in (False, True):
+        torch.manual_seed(0)
+        model = CausalLM(
+            str(tmp_path), device=torch.device("cpu"), dtype=dtype, fp32_head=fp32_head
+        )
+        for parameter in model.module.parameters():
+            parameter.normal_(0.0, 1.0)
+        head = model.module.get_output_embeddings()
+        hidden = []
+        head.register_forward_pre_hook(lambda layer, given, hidden=hidden: hidden.extend(given))
+        tokens = torch.tensor([[3, 7, 1, 9], [2, 2, 8, 5]])
+        logits[fp32_head] = model.forward(tokens, torch.arange(4)[None], None, KVCache(4))
+        want = hidden[0][:, -1].double() @ head.weight.double().t()
+        error = float((logits[fp32_head] - want).abs().max() / want.abs().max())
+        assert (error < 1e-6) is (fp32_head or dtype == "fp32"), error
+    assert logits[True].dtype == torch.float32
+    if dtype == "fp32":
+        assert logits[True].equal(logits[False])
 
 
 def test_greedy_equals_transformers_generate(model, folder):

@@ -23,7 +23,9 @@ from rollout.engines.sglang.external import ExternalServer
 INFO = {"version": VERSION, "tp_size": 1, "dp_size": 1, "pp_size": 1}
 
 
-def connect(folder: Path, *, ready: bool = True, **answers: Any) -> list[tuple[str, bool]]:
+def connect(
+    folder: Path, *, ready: bool = True, fp32_head: bool | None = None, **answers: Any
+) -> list[tuple[str, bool]]:
     """The routes that were asked, each with whether under the admin key."""
     asked: list[tuple[str, bool]] = []
     model = json.loads((folder / "config.json").read_text())
@@ -42,7 +44,12 @@ def connect(folder: Path, *, ready: bool = True, **answers: Any) -> list[tuple[s
     async def use(client: Any) -> None:
         keys = Keys("the-api-key", "the-admin-key")
         server = ExternalServer(
-            "engine-3", client.url, str(folder), config=EngineConfig(), keys=keys
+            "engine-3",
+            client.url,
+            str(folder),
+            config=EngineConfig(),
+            keys=keys,
+            fp32_head=fp32_head,
         )
         assert await server.start() == client.url
 
@@ -96,3 +103,21 @@ def test_another_server_than_the_configuration_speaks_of(
         ConfigError, match=rf"engine engine-3 at http.* \(rollout\.engine\.urls\) {message}"
     ):
         connect(folder, **answers)
+
+
+@pytest.mark.parametrize("asked_for", [True, False, None])
+@pytest.mark.parametrize("has", [True, False])
+def test_a_server_whose_logits_are_not_as_precise_as_the_trainers(
+    folder: Path, asked_for: bool | None, has: bool
+) -> None:
+    server_info = INFO | {"enable_fp32_lm_head": has}
+    if asked_for in (has, None):
+        connect(folder, fp32_head=asked_for, server_info=server_info)
+        return
+    how = "with" if asked_for else "without"
+    with pytest.raises(
+        ConfigError,
+        match=rf"has enable_fp32_lm_head {has}, expected {asked_for}, as the trainer's head"
+        rf" \(policy\.logprobs\.fp32_head\); start the server {how} --enable-fp32-lm-head",
+    ):
+        connect(folder, fp32_head=asked_for, server_info=server_info)
