@@ -84,6 +84,7 @@ class BuildContext:
                 model.modules,
                 model.config,
                 distributed_optimizer=optimizer.distributed,
+                grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32,
                 overlap=optimizer.overlap,
             )
             dtype = DTYPES[self.config.model.dtype]

@@ -98,14 +98,15 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
         trained = model.trained(layout, stage) if model.adapters else weights
         if model.shares_base:
             weights = trained
-        own = b * weights.total + gradient_bytes(trained)
+        gradients = gradient_bytes(trained, 4 if model.fp32_gradients else b)
+        own = b * weights.total + gradients
         distributed = layout.distributed if model.distributed is None else model.distributed
         state = optimizer_bytes(trained, replace(layout, distributed=distributed), dtype_bytes=b)
         activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:
             resident[f"{model.name} weights"] = b * weights.total
-            resident[f"{model.name} gradients"] = gradient_bytes(trained)
+            resident[f"{model.name} gradients"] = gradients
         scored = b * weights.total if model.offload else 0
         phases["checkpoint"] += scored
         if model.offload or model.offload_optimizer:
@@ -114,6 +115,9 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
                 value_head=model.value_head, dtype_bytes=b,
             )  # fmt: skip
             stepping = min(state, piece)
+            if not model.fp32_gradients:
+                # Those of a piece are converted.
+                stepping += piece // 3
             # Megatron copies the weights into the buffers of a distributed optimizer, one by one.
             copied = b * max(trained.dense, trained.expert) if distributed else 0
             phases[f"{model.name} start"] = away + copied

@@ -26,6 +26,7 @@ class Trained:
     value_head: bool = False
     offload: bool = False
     offload_optimizer: bool = False
+    fp32_gradients: bool = True
     distributed: bool | None = None
     adapters: tuple[AdapterSize, ...] = ()
     shares_base: bool = False

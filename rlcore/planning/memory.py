@@ -175,9 +175,9 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
     return -(-vocab_size // multiple) * multiple
 
 
-def gradient_bytes(weights: Weights) -> int:
-    """Return the bytes of the fp32 gradient buffers, which have the size of the weights."""
-    return 4 * weights.total
+def gradient_bytes(weights: Weights, each: int = 4) -> int:
+    """Return the bytes of the gradient buffers, which have `each` bytes a weight."""
+    return each * weights.total
 
 
 def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> int:

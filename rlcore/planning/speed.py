@@ -51,8 +51,9 @@ def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
     bubble = (arithmetic + in_layers) * (pp - 1) / passes
     weights = policy_weights(layout, job)
     copies = layout.data * layout.context
-    # Replicas sum gradients and gather weights.
-    each = 4 + job.dtype_bytes if layout.distributed else 8
+    # Replicas scatter gradients and gather weights, or sum gradients.
+    gradient = 4 if job.trained[0].fp32_gradients else job.dtype_bytes
+    each = gradient + job.dtype_bytes if layout.distributed else 2 * gradient
     dense = (each * weights.dense, copies, layout.tensor * copies)
     expert = (each * weights.expert, layout.expert_data, layout.gpus // pp)
     communication = in_layers + seconds([dense, expert])

@@ -156,7 +156,7 @@ def test_plan_and_dry_run_agree(case: Case, tmp_path: Path) -> None:
     for name, own, planned in numbers:
         found, expected = (float(x.replace(",", "")) for x in (own, planned))
         if name.endswith("optimizer step") and config.policy.optimizer.offload:
-            # Which matrices a rank's piece has whole is not planned.
-            assert expected * 0.7 < found < expected * 1.05, name
+            # Planned is a piece of one whole matrix, of which a rank may have a part.
+            assert expected * 0.5 < found < expected * 1.05, name
             continue
         assert found == pytest.approx(expected, rel=0.05, abs=0.01), name

@@ -20,14 +20,18 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "fp32", "plan": "uneven"},
         {"name": "bf16", "plan": "one", "dtype": "bf16"},
+        {"name": "bf16_gradients", "plan": "uneven", "dtype": "bf16", "narrow": True},
         {"name": "fused", "plan": "uneven", "fused": True},
         {"name": "fused_distributed", "plan": "one", "fused": True, "distributed": True},
     ],
     2: [
         {"name": "dp2_distributed", **SHARDED},
+        {"name": "dp2_bf16_gradients", **SHARDED, "dtype": "bf16", "narrow": True},
         {"name": "ep2_distributed", **SHARDED, "model": "qwen3_moe", "parallel": {"expert": 2}},
+        {"name": "ep2_bf16_gradients", **SHARDED, "model": "qwen3_moe", "parallel": {"expert": 2},
+         "dtype": "bf16", "narrow": True},
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -23,7 +23,7 @@ LONGEST_FUNCTION = 70
 LONGEST_FILE = 480
 # Lines of a room, docstrings included. A capability that needs more raises its line here.
 BUDGETS = {
-    "rlcore": 2_390,  # command line, errors, interfaces, PEFT folders, a product in fp32
+    "rlcore": 2_400,  # command line, errors, interfaces, PEFT folders, a product in fp32
     "rlcore/algorithms": 5_550,  # eleven estimators, eleven losses, corrections, their contracts
     "rlcore/boundary": 480,  # secrets, environment variables, text from outside
     "rlcore/config": 4_890,  # 268 keys with their checks and other trainers' names
@@ -31,7 +31,7 @@ BUDGETS = {
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
     "rlcore/launch": 7_830,  # 17 commands; local, torchrun, Ray; the service's process
-    "rlcore/planning": 1_700,  # bytes and seconds of a layout
+    "rlcore/planning": 1_720,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices
@@ -49,7 +49,7 @@ BUDGETS = {
     "rollout/weight_sync": 2_810,  # publications and transports; who enters whose rendezvous
     "rollout/workflows": 1_250,  # environments, agents, MCP
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads
-    "backends/megatron": 11_650,
+    "backends/megatron": 11_750,
     "backends/megatron/dryrun": 900,  # single ranks at real size
 }
 

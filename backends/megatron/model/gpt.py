@@ -206,19 +206,21 @@ def with_gradients(
     config: TransformerConfig,
     *,
     distributed_optimizer: bool,
+    grad_reduce_in_fp32: bool = True,
     overlap: bool = False,
 ) -> list[nn.Module]:
-    """Wrap the chunks in Megatron's DDP, which sums fp32 gradients over the data-parallel ranks.
+    """Wrap the chunks in Megatron's DDP, which sums gradients over micro-batches and replicas.
 
     Parameters are always gathered before the optimizer step ends, since publication and scoring
     read them immediately.
 
     Args:
+        grad_reduce_in_fp32: sum in fp32; otherwise in the dtype of the parameters.
         overlap: sum each bucket when the backward pass of the last micro-batch has filled it. The
             schedule marks the last micro-batch by `no_sync_func`.
     """
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
         use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=overlap,
         # A non-finite norm skips the step instead of ending the run.

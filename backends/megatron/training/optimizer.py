@@ -13,9 +13,11 @@ from functools import partial
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
@@ -121,7 +123,8 @@ class ScheduledOptimizer:
             # `init_parallel` makes no gloo groups.
             use_gloo_process_groups=False,
         )
-        device = next(modules[0].parameters()).device
+        device = self._device = next(modules[0].parameters()).device
+        self._in_bf16 = params_dtype == torch.bfloat16 and not config.grad_reduce_in_fp32
         for part in self.parts if uses_fused_adamw(device) else ():
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for group in part.optimizer.param_groups:
@@ -147,43 +150,83 @@ class ScheduledOptimizer:
         a gradient, a step would still move the weights by the moments of earlier steps. Collective.
         """
         lr = learning_rate(self.config, self.steps_taken, self.total_steps)
-        self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
+        if self._in_bf16:
+            norm = self._norm_in_pieces()
+        else:
+            self.megatron.prepare_grads()
+            norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm) or norm == 0.0:
             return StepReport(lr, norm, skipped=True)
         scale = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else 1.0
-        parameters = [p for part in self.parts for p in part.get_parameters()]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if scale < 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
+        if not self._in_bf16:
+            _scale([p for part in self.parts for p in part.get_parameters()], scale)
         for group in self.megatron.param_groups:
             group["lr"] = lr * group["lr_mult"]
             # Megatron's scheduler, which is not used, would set this. Without `wd_mult` norms
             # and biases would decay.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-        if self.state.is_away:
+        if self.state.is_away or self._in_bf16:
             for part in self.parts:
-                self._step_in_pieces(part)
+                self._step_in_pieces(part, scale)
         else:
             self.megatron.step_with_ready_grads()
         self.steps_taken += 1
         return StepReport(lr, norm, skipped=False)
 
-    def _step_in_pieces(self, part: MegatronOptimizer) -> None:
-        """Step like Megatron's `step_with_ready_grads`, with one piece at a time on the device."""
-        self._in_pieces(part, part.optimizer.step, "_copy_main_params_to_model_params")
+    # --- pieces -----------------------------------------------------------------------------------
+
+    def _step_in_pieces(self, part: MegatronOptimizer, scale: float) -> None:
+        """Step like Megatron's `step_with_ready_grads`, with one piece at a time on the device.
+
+        Gradients in bf16 are converted and scaled here: in fp32 all of them would take more than
+        they save.
+        """
+
+        def step(parameters: Sequence[Tensor]) -> None:
+            if self._in_bf16:
+                part._copy_model_grads_to_main_grads()
+                _scale(parameters, scale)
+            part.optimizer.step()
+            # Weights in fp32 are stepped themselves.
+            if isinstance(part, MixedPrecisionOptimizer):
+                part._copy_main_params_to_model_params()
+            if self._in_bf16:
+                _drop_gradients(parameters)
+
+        self._in_pieces(part, step)
         if isinstance(part, DistributedOptimizer):
             for chunk in part.model_chunks:
                 chunk.start_param_sync()
 
+    def _norm_in_pieces(self) -> float:
+        """The norm of gradients in bf16, as Megatron's `get_grad_norm`. Collective."""
+        return math.sqrt(sum(self._squared_norm(part) for part in self.parts))
+
+    def _squared_norm(self, part: MegatronOptimizer) -> float:
+        total = torch.zeros(1, device=self._device)
+
+        def add(parameters: Sequence[Tensor]) -> None:
+            part._copy_model_grads_to_main_grads()
+            if gradients := part.get_main_grads_for_grad_norm():
+                total.add_(torch.stack(torch._foreach_norm(gradients)).square().sum())
+            _drop_gradients(parameters)
+
+        self._in_pieces(part, add, state=False)
+        dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
+        return float(total)
+
     def _in_pieces(
-        self, part: MegatronOptimizer, work: Callable[[], object] | None, copy: str = ""
+        self,
+        part: MegatronOptimizer,
+        work: Callable[[Sequence[Tensor]], object],
+        *,
+        state: bool = True,
     ) -> None:
-        """Work on a few parameters at a time, which alone have their state on the device.
+        """Work on a few parameters at a time, which are all that `part` then has.
 
         Args:
-            work: called for each piece, which is all that `part.optimizer` then has.
-            copy: the method of `part` that copies between these fp32 weights and the model's.
+            work: called with the fp32 parameters of each piece.
+            state: bring the state of these parameters to the device.
         """
         groups = part.param_groups
         try:
@@ -191,12 +234,9 @@ class ScheduledOptimizer:
                 for parameters in _pieces(group["params"]):
                     piece = {**group, "params": parameters}
                     part.optimizer.param_groups = [piece]
-                    own = partial(self._tensors_of, part, parameters)
+                    own = partial(self._tensors_of, part, parameters if state else [])
                     with self.state.part_on_device(own), _only_copied(part, parameters):
-                        if work is not None:
-                            work()
-                        if hasattr(part, copy):
-                            getattr(part, copy)()
+                        work(parameters)
                 # Transformer Engine's AdamW counts steps here.
                 if group["params"] and "step" in piece:
                     group["step"] = piece["step"]
@@ -223,7 +263,9 @@ class ScheduledOptimizer:
     def reload_weights(self) -> None:
         """Take over the model's weights, which have been loaded without the optimizer's state."""
         for part in self.parts:
-            self._in_pieces(part, None, "_copy_model_params_to_main_params")
+            # Weights in fp32 are their own.
+            if isinstance(part, MixedPrecisionOptimizer):
+                self._in_pieces(part, partial(_reload, part))
 
     def prepare_for_load(self) -> None:
         """Create the moments to load a checkpoint into: AdamW has none before a step."""
@@ -250,13 +292,28 @@ class ScheduledOptimizer:
                     part.optimizer.state[parameter]["step"] = count
 
 
-def _make_moments(adamw: torch.optim.Optimizer) -> None:
-    for group in adamw.param_groups:
-        for parameter in group["params"]:
-            state: dict[str, Tensor] = adamw.state[parameter]
-            if "exp_avg" not in state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+def _reload(part: MixedPrecisionOptimizer, unused: Sequence[Tensor]) -> None:
+    part._copy_model_params_to_main_params()
+
+
+def _make_moments(adamw: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        state: dict[str, Tensor] = adamw.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _scale(parameters: Sequence[Tensor], scale: float) -> None:
+    """Multiply gradients by a factor below 1."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if scale < 1.0 and gradients:
+        torch._foreach_mul_(gradients, scale)
+
+
+def _drop_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -83,6 +83,8 @@ class OptimizerConfig(Section):
     """Largest global norm of the gradient; 0 turns clipping off."""
     distributed: bool = False
     """Shard the optimizer's state over the data-parallel ranks."""
+    grad_reduce_in_fp32: bool = True
+    """Sum gradients in fp32; false: those of a bf16 model in bf16, which halves their memory."""
     overlap: bool = False
     """Sum gradients over the data-parallel ranks while the last backward pass still runs."""
     offload: bool = False

@@ -268,8 +268,15 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     policy = config.policy
     passes = job_passes(config)
     sizes = adapter_sizes(config, arch)
-    offload = policy.optimizer.offload
-    trained = [Trained("policy", arch.shape, offload_optimizer=offload, adapters=sizes)]
+    trained = [
+        Trained(
+            "policy",
+            arch.shape,
+            offload_optimizer=policy.optimizer.offload,
+            fp32_gradients=policy.optimizer.grad_reduce_in_fp32,
+            adapters=sizes,
+        )
+    ]
     if passes.critic:
         given = config.critic
         own = others.get("critic.path", arch)
@@ -280,6 +287,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
                 value_head=True,
                 offload=given.offload,
                 offload_optimizer=given.optimizer.offload,
+                fp32_gradients=given.optimizer.grad_reduce_in_fp32,
                 distributed=given.optimizer.distributed,
                 adapters=adapter_sizes(config, own),
                 shares_base=policy.lora is not None and given.path is None,

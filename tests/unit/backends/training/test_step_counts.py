@@ -27,6 +27,7 @@ def made(inner: torch.optim.Optimizer, *, offload: bool = False) -> ScheduledOpt
     optimizer = ScheduledOptimizer.__new__(ScheduledOptimizer)
     optimizer.megatron = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
     optimizer._model_storages = set()
+    optimizer._in_bf16 = False
     optimizer.state = OffloadedTensors(
         optimizer._own_tensors, torch.device("cpu"), keep_on_device=not offload
     )
@@ -67,7 +68,7 @@ def test_a_step_in_pieces_counts_once(
     for parameter in parameters:
         parameter.grad = torch.ones(parameter.shape)
     for _ in range(2):
-        optimizer._step_in_pieces(optimizer.megatron)
+        optimizer._step_in_pieces(optimizer.megatron, 1.0)
     assert pieces == [1] * 6
     assert [group["params"] for group in inner.param_groups] == [parameters[:2], parameters[2:]]
     if kind is CountsInGroups:
