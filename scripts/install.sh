@@ -30,9 +30,12 @@ if [[ " $* " = *" dev "* || " $* " = *" reasoning-gym "* ]]; then
     build_alone=yes install_entries .venv "$lock" reasoning-gym-source      # one of the three needs a C compiler
 fi
 if [[ " $* " = *" te "* ]]; then
-    echo "== .venv: Transformer Engine, compiled for this torch; CUDA's nvcc and a C++ compiler are needed"
+    echo "== .venv: Transformer Engine, compiled for this torch, 28 files; a C++ compiler is needed"
+    # CUDA's headers are those of the lock, as torch's are, and not those of a toolkit that the machine may have.
+    cuda=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
     # Its setup.py would take a wheel from elsewhere, whose hash nobody knows.
-    build_alone=yes NVTE_PYTORCH_FORCE_BUILD=TRUE install_entries .venv "$lock" te-source
+    export NVTE_PYTORCH_FORCE_BUILD=TRUE CUDA_HOME=$cuda/cu13 CPLUS_INCLUDE_PATH=$cuda/cudnn/include:$cuda/nccl/include
+    build_alone=yes install_entries .venv "$lock" te-source
 fi
 # With the setuptools of the lock, not with one that pip fetches. Its default is a finder that every start of this interpreter
 # imports, each program of the reward `code` too: 25 ms of CPU time.

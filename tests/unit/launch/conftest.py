@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.install_stubs import Checkout
 from tests.script_stage import Stage
 
 
@@ -15,3 +16,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     made = Stage(tmp_path)
     yield made
     made.end()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)

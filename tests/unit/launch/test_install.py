@@ -1,81 +1,16 @@
-"""The scripts install what the locks name, checked by hash.
-
-The interpreter is a stand-in that makes environments of itself and writes down what pip is to do.
-"""
+"""The scripts install what the locks name, checked by hash. pip is stubbed: `install_stubs.py`."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-
-# "-m venv" makes an environment whose interpreter is this file. Of pip's work the arguments are
-# written down and the requirements; FAIL is a package at which pip fails, with $SAYS.
-INTERPRETER = r"""#!/bin/sh
-case "$*" in
-    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip install "*)
-        echo "pip NVTE=$NVTE_PYTORCH_FORCE_BUILD $*" >> "$CALLS"
-        for list in "$@"; do :; done
-        case "$*" in *" -r "*) cat "$list" >> "$CALLS" ;; esac
-        if [ -n "$FAIL" ] && grep -q "$FAIL" "$list"; then echo "$SAYS" >&2; exit 1; fi ;;
-    *--version*) echo 0.5.23 ;;
-esac
-"""
-
-
-class Checkout:
-    """A copy of the scripts, and what each run of them asks pip for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        shutil.copytree(ROOT / "scripts", folder / "scripts")
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        self.python = folder / "python"
-        self.python.write_text(INTERPRETER)
-        self.python.chmod(0o755)
-
-    def run(self, script: str, *arguments: str, **variables: str) -> tuple[list[str], str, int]:
-        """The calls of pip with their requirements, what was said, the exit status."""
-        calls = self.folder / "calls"
-        calls.write_text("")
-        done = subprocess.run(
-            ["bash", str(self.folder / "scripts" / script), *arguments],
-            env={
-                "PATH": os.pathsep.join(["/usr/bin", "/bin"]),  # without uv
-                "PYTHON": str(self.python),
-                "CALLS": str(calls),
-                **variables,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return calls.read_text().split("pip NVTE=")[1:], done.stdout + done.stderr, done.returncode
-
-    def installs(self, script: str, *arguments: str, **variables: str) -> list[str]:
-        calls, said, code = self.run(script, *arguments, **variables)
-        assert code == 0, said
-        return calls
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path)
-
-
-def packages(call: str) -> dict[str, str]:
-    """What a call of pip was given: versions by name."""
-    lines = [line.split(" ")[0] for line in call.splitlines()[1:] if line[:1].isalnum()]
-    return {line.partition("=")[0]: line.partition("=")[2].lstrip("=") for line in lines}
+from tests.install_stubs import ROOT, Checkout, packages
 
 
 def test_the_trainer_gets_torch_first_then_the_rest_then_itself(checkout: Checkout) -> None:
@@ -207,6 +142,10 @@ def test_transformer_engine_is_built_last_from_the_locked_source(checkout: Check
     assert packages(source).keys() == {"transformer-engine-torch"}
     assert source.startswith("TRUE ")
     assert "--require-hashes --no-build-isolation" in source.splitlines()[0]
+    # With the headers of the lock, whatever CUDA the machine has.
+    headers = "/site/nvidia/cudnn/include:/site/nvidia/nccl/include"
+    assert source.splitlines()[1] == f"# /site/nvidia/cu13 {headers}"
+    assert {"nvidia-cuda-nvcc", "nvidia-cuda-cccl", "nvidia-cuda-crt"} <= packages(rest).keys()
 
 
 def test_uv_is_taken_where_there_is_one(checkout: Checkout) -> None:
