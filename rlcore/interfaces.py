@@ -292,13 +292,14 @@ class RolloutSource(Protocol):
 
 
 class RankAddress(NamedTuple):
-    """The machine and GPU of a trainer rank; `gpu` and `visible` are None on the CPU."""
+    """The node and GPU of a trainer rank; `gpu` and `name` are None on the CPU."""
 
+    # The launcher's id of the node, see `node_identity`.
     host: str
     # An identifier of the GPU that is the same in every process.
     gpu: str | None = None
-    # The number of the GPU as in CUDA_VISIBLE_DEVICES.
-    visible: str | None = None
+    # `HOST GPU`, the GPU as in CUDA_VISIBLE_DEVICES; engines name theirs likewise.
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -345,10 +346,11 @@ class BucketSender:
         """
 
     def discard(self, packed: Mapping[int, Any], stopped: Any) -> None:
-        """Free packed data that no engine reads, after a failure (rank 0).
+        """Free this rank's packed data that no engine reads, after a failure.
 
         Args:
-            stopped: the engines that still read it; None if no engine does.
+            packed: the result of `pack`, by this rank.
+            stopped: the result of `Transport.stop`; None if no engine was sent the data.
         """
 
     def finish(self) -> Any:

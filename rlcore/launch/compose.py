@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -50,7 +49,7 @@ from rlcore.trainer.sender_ranks import PublicationCalls, SenderRanks
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
 from rlcore.weights import DTYPES
-from rollout.weight_sync.process_group import gpu_identity
+from rollout.weight_sync.process_group import gpu_identity, name_gpus, node_identity
 
 
 class RolloutHandles(NamedTuple):
@@ -199,10 +198,10 @@ def build_weight_publisher(
     from rollout.weight_sync.choose import make_sender
 
     device = process.device
-    address = RankAddress(socket.gethostname())
+    address = RankAddress(node_identity())
     if device.type == "cuda":
-        [visible] = visible_names([device.index], os.environ)
-        address = RankAddress(address.host, gpu_identity(device), visible)
+        [name] = name_gpus(visible_names([device.index], os.environ))
+        address = RankAddress(address.host, gpu_identity(device), name)
     calls = None
     if handles is not None and handles.publication is not None:
         calls = PublicationCalls(handles.publication, publication_call_s(config))

@@ -177,7 +177,7 @@ def _too_few(
     )
     if config.colocated:
         why = f"the trainer, whose GPUs they share, has {trainer} on this machine"
-        advice = ""
+        advice = ", or on several nodes cluster.launcher: ray, which starts engines on each"
     return f"rollout.engine.count: {wanted} GPUs, but {why}: use fewer or smaller engines{advice}"
 
 

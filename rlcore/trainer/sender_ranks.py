@@ -86,15 +86,19 @@ class SenderRanks:
         # The sending ranks other than rank 0, on rank 0.
         self._others: list[int] = []
         self._gathers = False
-        # On other ranks: what they found out about a failure, and when they look again.
-        self._heard: Any = None
+        # What this rank has packed of each bucket, if engines read it from this rank's memory.
+        self._packed: dict[int, Any] = {}
+        # On other ranks: the bucket at which the publication failed and what is still sent, and
+        # when they look again.
+        self._heard: tuple[int, Any] | None = None
         self._next_look = 0.0
         # On rank 0: its own answer to its order, the pending call, the first failure.
         self._answers: dict[int, Any] = {}
         self._enters: Mapping[int, Sequence[int]] = {}
         self._pending: Future[Any] | None = None
+        # The bucket of the newest call; beyond the last one when the publication is finished.
+        self._bucket = 0
         self.failure: RlcoreError | None = None
-        self._stop: Any = None
 
     def order(
         self, buckets: Sequence[Bucket], *, only_stale: bool, is_base: bool = False
@@ -106,7 +110,6 @@ class SenderRanks:
         Rank 0's own order is not among them: the keys of digests must not be in the store.
         """
         self.failure = None
-        self._stop = None
         calls = on_rank0(self._calls)
         orders: Orders | None = calls("open", buckets, self.addresses, only_stale, is_base)
         if orders is None:
@@ -134,6 +137,7 @@ class SenderRanks:
         """
         transport, self.everywhere, joins, self._gathers, orders = json.loads(order)
         self._number += 1
+        self._packed = {}
         self._heard = None
         self._next_look = 0.0
         rank = self._sync.rank
@@ -174,21 +178,21 @@ class SenderRanks:
         # What is packed for a failed publication has to be freed.
         if self._sends and self._stopped(looks=self._gathers) is None:
             own = self._sender.pack(bucket, flat)
+        if self._gathers:
+            self._packed[bucket.index] = own
         # What each rank packed, on rank 0.
         packed = {} if own is None else {self._sync.rank: own}
         if self._gathers and self.everywhere:
             what = f"what ranks pack of bucket {bucket.index}"
             words = self._sync.gather(what, "" if own is None else own, ranks=self._others)
             packed |= {rank: word for rank, word in zip(self._others, words[1:]) if word}
-        begun = self._sync.rank == 0 and self.failure is None
-        if begun:
+        if self._sync.rank == 0 and self.failure is None:
+            self._bucket = bucket.index
             self._pending = on_rank0(self._calls).begin("send", bucket.index, packed)
         if self._sends:
             self._sender.send(bucket, flat, self._stopped)
         if self._sync.rank == 0:
             self._end_call()
-            if self.failure is not None and self._gathers:
-                self._sender.discard(packed, self._stop if begun else None)
         return self._sends or self._sync.rank == 0
 
     def finish(self, version: int | None) -> None:
@@ -198,6 +202,7 @@ class SenderRanks:
             version: of the weights; None for the base, which has none.
         """
         if self.failure is None:
+            self._bucket += 1
             try:
                 on_rank0(self._calls)("finish", version, self._sender.finish())
             except RlcoreError as error:
@@ -210,10 +215,23 @@ class SenderRanks:
         on_rank0(self._calls)("cancel")
 
     def end(self, *, done: bool) -> None:
-        """End the publication on this rank."""
+        """End the publication on this rank, and free what engines have left unread."""
         if self._sends:
-            self._sender.end(done=done, stopped=None if done else self._stopped(looks=True))
+            stopped = None if done else self._stopped(looks=True)
+            if stopped is not None and self._heard is not None:
+                self._discard_from(*self._heard)
+            self._sender.end(done=done, stopped=stopped)
         self._sends = False
+        self._packed = {}
+
+    def _discard_from(self, failed: int, stopped: Any) -> None:
+        """Free what this rank has packed of the bucket that failed and of later ones.
+
+        Only a process of its node can: the count of a handle's readers is in that node's memory.
+        """
+        for index, own in self._packed.items():
+            if own is not None and index >= failed:
+                self._sender.discard({self._sync.rank: own}, stopped if index == failed else None)
 
     def close(self) -> None:
         """Close this rank's connections to engines."""
@@ -239,14 +257,16 @@ class SenderRanks:
         if self._sync.rank == 0:
             if self._pending is not None and self._pending.done():
                 self._end_call()
-            return self._stop
+            return None if self._heard is None else self._heard[1]
         moment = time.monotonic()
         if self._heard is None and (looks or moment >= self._next_look):
             self._next_look = moment + self._sync.longest_pause_s
             store = self._sync.store
             key = f"publications/{self._number}/stopped"
-            self._heard = json.loads(store.get(key)) if store.check([key]) else None
-        return self._heard
+            if store.check([key]):
+                bucket, stopped = json.loads(store.get(key))
+                self._heard = (bucket, stopped)
+        return None if self._heard is None else self._heard[1]
 
     def _end_call(self) -> None:
         """Wait for the pending call."""
@@ -262,11 +282,12 @@ class SenderRanks:
     def _fail(self, error: RlcoreError) -> None:
         """Record a failure, and let no rank send more than the engines wait for."""
         self.failure = error
-        self._stop = {}
+        stop: Any = {}
         # After a missed deadline another call would wait as long again.
         if not isinstance(error, DeadlineExceeded):
             # recovery: no engine waits for anything any more
             with suppress(RlcoreError):
-                self._stop = on_rank0(self._calls)("stop")
+                stop = on_rank0(self._calls)("stop")
+        self._heard = (self._bucket, stop)
         key = f"publications/{self._number}/stopped"
-        self._sync.store.set(key, json.dumps(self._stop))
+        self._sync.store.set(key, json.dumps(self._heard))

@@ -47,7 +47,7 @@ class Server(Protocol):
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The names of its GPUs, one for each tensor-parallel rank; () if unknown."""
+        """Its GPUs by `name_gpus`, one for each tensor-parallel rank; () if unknown."""
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -358,6 +358,26 @@ def gpu_identity(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+# Holds Ray's id of the node, which its launcher sets for ranks and engine hosts.
+NODE = "RLCORE_NODE"
+
+
+def node_identity() -> str:
+    """Return the id of this process's node, unique among the nodes of a run.
+
+    It is that of the launcher: Ray's, or the number of torchrun's agent. Host names may be the same
+    on several machines, and a machine may have several nodes, as containers that each see GPUs of
+    their own under the same numbers.
+    """
+    return os.environ.get(NODE) or os.environ.get("GROUP_RANK", "0")
+
+
+def name_gpus(gpus: Sequence[str]) -> tuple[str, ...]:
+    """Name GPUs of this node, given as in CUDA_VISIBLE_DEVICES, so that other nodes know them."""
+    node = node_identity()
+    return tuple(f"{node} {gpu}" for gpu in gpus)
 
 
 # Holds the interface that a rank has chosen for itself.

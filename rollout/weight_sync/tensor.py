@@ -1,4 +1,4 @@
-"""SGLang engines on the trainer's host take each bucket from the body of a request.
+"""SGLang engines on the trainer's GPUs take each bucket from the body of a request.
 
 For engines on the trainer's GPUs the body holds IPC handles, made by the rank on the engine's own
 GPU, and the bytes are copied from memory to memory there; this has never been run. Otherwise the
@@ -55,14 +55,11 @@ class TensorTransport(Transport):
         return Orders(self.name, dict.fromkeys(sorted(set(owners.values())), HANDLE), gathers=True)
 
     def _owners(self) -> dict[str, int]:
-        """The first rank on each engine's GPUs; {} if a GPU is unknown or has no rank.
-
-        Engines that share GPUs with the trainer are on rank 0's machine.
-        """
+        """The first rank on each engine's GPUs; {} if a GPU is unknown or has no rank."""
         first: dict[str, int] = {}
         for rank, address in enumerate(self.ranks):
-            if address.visible is not None and address.host == self.ranks[0].host:
-                first.setdefault(address.visible, rank)
+            if address.name is not None:
+                first.setdefault(address.name, rank)
         known = all(len(gpus_of(engine)) == engine.group_ranks for engine in self._engines)
         gpus = {gpu for engine in self._engines for gpu in gpus_of(engine)}
         if not known or not gpus <= first.keys():

@@ -86,9 +86,9 @@ class Going:
         pid: int = ray.get(self.actor(f"engine-{index}").pid.remote(), timeout=ANSWER_S)
         return pid
 
-    def engine_pid(self) -> int:
-        """The process id of the actor that owns the engine's server."""
-        return int(psutil.Process(self.server_pid()).ppid())
+    def engine_pid(self, index: int = 0) -> int:
+        """The process id of the actor that owns an engine's server."""
+        return int(psutil.Process(self.server_pid(index)).ppid())
 
     def engine_states(self) -> list[str]:
         """The engines' states as the service writes them; empty before it has."""

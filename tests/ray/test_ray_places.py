@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -58,16 +58,21 @@ def look(going: Going, engines: int) -> dict[str, Any]:
     }
 
 
-def placed(runs: RayRuns, name: str, *arguments: str, engines: int) -> dict[str, Any]:
+def placed(
+    runs: RayRuns,
+    name: str,
+    *arguments: str,
+    engines: int,
+    ask: Callable[[Going], None] = lambda going: None,
+) -> dict[str, Any]:
     seen: dict[str, Any] = {}
+
+    def act(going: Going) -> None:
+        seen.update(look(going, engines))
+        ask(going)
+
     run: Run = runs.train(
-        name,
-        *TWO_RANKS,
-        *SHARES,
-        "training.steps=2",
-        *arguments,
-        acts=[(1, lambda going: seen.update(look(going, engines)))],
-        held_after=0,
+        name, *TWO_RANKS, *SHARES, "training.steps=2", *arguments, acts=[(1, act)], held_after=0
     )
     assert run.code == 0, run.err
     return seen
@@ -158,6 +163,35 @@ def test_no_share_is_cut_over_two_gpus(
         seen = [visible(actor) for actor in actors]
     assert [len(mine) for mine in seen] == [1] * ranks
     assert len({mine[0] for mine in seen}) == gpus
+
+
+def test_engines_that_take_turns_on_two_nodes_are_on_their_ranks_gpus(gpu_runs: RayRuns) -> None:
+    """The nodes number their GPUs alike, and an engine names its own as its ranks do."""
+    named: list[tuple[str, ...]] = []
+
+    def ask(going: Going) -> None:
+        for index in range(4):
+            named.append(ray.get(going.actor(f"engine-{index}").gpus.remote(), timeout=60))
+
+    layout = ("cluster.nodes=2", "cluster.processes_per_node=2", "policy.parallel.tensor=4")
+    seen = placed(
+        gpu_runs,
+        "turns on two nodes",
+        *layout,
+        "rollout.engine.colocated=true",
+        "rollout.engine.count=4",
+        engines=4,
+        ask=ask,
+    )
+    assert seen["engines"] == [(place, gpus) for place, gpus in seen["ranks"]]
+    assert [place for place, _ in seen["ranks"]][::2] == sorted_once(seen["ranks"])
+    assert named == [(f"{place} {gpus[0]}",) for place, gpus in seen["ranks"]]
+    assert len(set(named)) == 4
+
+
+def sorted_once(ranks: list[tuple[str, list[str]]]) -> list[str]:
+    """The nodes of the ranks in order, each once."""
+    return list(dict.fromkeys(place for place, _ in ranks))
 
 
 def test_engines_that_take_turns_are_on_the_ranks_gpus(gpu_runs: RayRuns) -> None:

@@ -291,8 +291,8 @@ def engine_gpus(config: Config) -> Found:
 
 
 def colocated(config: Config) -> Found:
-    """Colocated engines belong to the run, are on one machine, and never generate while the trainer
-    trains.
+    """Colocated engines belong to the run, are divided evenly among its nodes, and never generate
+    while the trainer trains.
     """
     engine = config.rollout.engine
     if not engine.colocated or not generates(config):
@@ -306,9 +306,17 @@ def colocated(config: Config) -> Found:
             f"got {versions}, but engines that take turns with the trainer do not generate while it"
             f" trains: set it to 0, or turn {COLOCATED} off",
         )
-    if config.cluster.nodes > 1:
-        message = f"got {config.cluster.nodes}, but {COLOCATED} engines are all started on the"
-        yield "cluster.nodes", f"{message} first one: use 1, or turn it off"
+    nodes = config.cluster.nodes
+    if nodes > 1 and config.cluster.launcher != "ray":
+        yield (
+            "cluster.nodes",
+            f"got {nodes}, but cluster.launcher {config.cluster.launcher} starts engines on the"
+            f" first node alone, and {COLOCATED} engines share the GPUs of every node: set"
+            " cluster.launcher to ray, use 1 node, or turn it off",
+        )
+    elif engine.count % nodes:
+        message = f"got {engine.count}, but {COLOCATED} engines are divided evenly among"
+        yield f"{ENGINE}.count", f"{message} cluster.nodes ({nodes}): use a multiple of it"
     if engine.transport == "distributed":
         message = "got 'distributed', but NCCL takes no two processes on one GPU: leave it at auto"
         yield f"{ENGINE}.transport", f"{message}, which is 'tensor' here"

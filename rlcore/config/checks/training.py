@@ -250,12 +250,15 @@ def ray_launcher(config: Config) -> Found:
     if engine.device == "cpu" or engine.is_external or not generates(config):
         return
     width = engine.tensor_parallel
-    needed = engine.count * width
+    nodes = config.cluster.nodes
+    count = engine.count // nodes
+    needed = count * width
     shared = not ray.engine_gpus.is_integer() and (ray.engine_gpus > 1 or width > 1)
+    of_each = f" of each of {nodes} nodes" if nodes > 1 else ""
     if engine.colocated and needed > (there := math.ceil(gpus_per_node(config))) > 0:
         yield (
             "rollout.engine.count",
-            f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the"
+            f"{count} x rollout.engine.tensor_parallel {width} need {needed} GPUs{of_each}, but the"
             f" ranks, whose GPUs they share, have {there}: use fewer or smaller engines",
         )
     elif not engine.colocated and shared:

@@ -146,7 +146,7 @@ class EngineConfig(Section):
     """Longest time that an engine may answer no health check."""
     restart: RestartConfig = Field(default_factory=RestartConfig)
     colocated: bool = False
-    """Trainer and engines take turns on the same GPUs."""
+    """Trainer and engines take turns on the same GPUs; on several nodes under Ray."""
 
     @property
     def is_external(self) -> bool:

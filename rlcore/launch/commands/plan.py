@@ -139,14 +139,21 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
         if len(engine.gpus) < engine_gpus:
             engine.gpus = []
     nodes = 1
-    # Colocated engines are on one machine, so the trainer is too.
-    if trainer > GPUS_PER_NODE and not engine.colocated:
+    if trainer > GPUS_PER_NODE:
         divisors = (n for n in range(2, trainer + 1) if trainer % n == 0)
         nodes = next(n for n in divisors if trainer // n <= GPUS_PER_NODE)
     cluster: dict[str, Any] = {"nodes": nodes, "processes_per_node": trainer // nodes}
     needed = trainer + (0 if _shares_gpus(config) else _engine_gpus(config))
-    if config.cluster.launcher == "local" and needed > GPUS_PER_NODE and not engine.colocated:
+    takes_turns = engine.colocated and generates(config)
+    if config.cluster.launcher == "local" and needed > GPUS_PER_NODE:
         cluster["launcher"] = "ray" if generates(config) else "torchrun"
+    elif takes_turns and nodes > 1:
+        # Only Ray starts engines on every node of the trainer.
+        cluster["launcher"] = "ray"
+    if takes_turns and nodes > 1 and trainer != world_size(config):
+        config = config.model_copy(deep=True)
+        on_each = max(1, trainer // nodes // engine.tensor_parallel)
+        config.rollout.engine.count = nodes * on_each
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
 
 

@@ -162,7 +162,7 @@ class Driver:
         """Run the ranks, which have their actors, to their end."""
         if self._cluster.placement.shares_gpus:
             self._end_hosts()
-            self._host_engines(group, [gpus for _, _, gpus in ranks.where])
+            self._host_engines(group, ranks.gpus_of_nodes)
         self._write_run_status(
             [
                 {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
@@ -212,14 +212,17 @@ class Driver:
         )
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
-        """Make an actor for each engine, in its bundle; it may share the ranks' GPUs."""
+        """Make an actor for each engine, in its bundle.
+
+        Args:
+            gpus: of each node's ranks, which the engines in their bundle share; [] if none does.
+        """
         placement = self._cluster.placement
         width = self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
-        # Several ranks may share a GPU, so drop duplicates.
-        rank_gpus = list(dict.fromkeys(gpu for names in gpus for gpu in names))
         for index, bundle in enumerate(placement.hosts):
-            shared = rank_gpus[index * width : (index + 1) * width]
+            start = placement.hosts[:index].count(bundle) * width
+            shared = gpus[bundle][start : start + width] if gpus else []
             host = ray.remote(EngineHost).options(
                 name=host_name(self.config.run.name, index),
                 namespace=NAMESPACE,

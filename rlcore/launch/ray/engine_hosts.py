@@ -24,6 +24,7 @@ from rlcore.launch.ray.calls import NAMESPACE, actor_name, answer, answer_when_u
 from rollout.asyncio_utils import within
 from rollout.engines.child_process import Server
 from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
+from rollout.weight_sync.process_group import NODE, name_gpus
 
 LOOPBACK = "127.0.0.1"
 # Variables of rank 0 by which its rollout service joins the cluster on the same node.
@@ -44,9 +45,10 @@ class EngineHost:
         self, folder: str, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()
     ) -> None:
         enter_folder(folder)
+        os.environ[NODE] = ray.get_runtime_context().get_node_id()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self._gpus = tuple(gpus)
+        self._gpus = name_gpus(gpus)
         self._server = _server(config, index, keys, gpus)
         # The newest start, which may be finished.
         self._starting: asyncio.Task[str] | None = None
@@ -68,7 +70,7 @@ class EngineHost:
         return self._server.describe_end()
 
     async def gpus(self) -> tuple[str, ...]:
-        """Return the names of the GPUs that the engine shares with the trainer."""
+        """Return the GPUs that the engine shares with the trainer, by `name_gpus`."""
         return self._gpus
 
     async def compiles(self) -> bool:

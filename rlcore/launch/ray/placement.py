@@ -1,7 +1,8 @@
 """Computes a run's resource requests to Ray and the bundles of its parts. Pure: no ray, no torch.
 
 A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Each engine
-has its own bundle, and these are spread. Colocated engines are in the trainer's only bundle.
+has its own bundle, and these are spread. Colocated engines are in the bundles of the ranks whose
+GPUs they share, equally many in each.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Placement:
     rank: Resources  # of one rank
     trainer: tuple[Resources, ...]  # a bundle per node, for its ranks in order
     engine: Resources  # of one engine
-    # A bundle for each engine; () without engines, or if they are in the trainer's bundle.
+    # A bundle for each engine; () without engines, or if they are in the trainer's bundles.
     engines: tuple[Resources, ...]
     # The index of each engine's bundle in `engines`, or in `trainer` if `engines` is empty.
     hosts: tuple[int, ...]
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether engines are in the trainer's bundle."""
+        """Whether engines are in the trainer's bundles."""
         return bool(self.hosts) and not self.engines
 
     @property
@@ -51,11 +52,12 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     node = _resources(
         asked.rank_cpus * cluster.processes_per_node, gpus_per_node(config) if has_gpus else 0.0
     )
-    # Colocated engines are on one node and its ranks' GPUs, but need their own CPUs.
+    # Colocated engines are on their ranks' GPUs, but need their own CPUs.
     if engine.colocated and count:
         host = _resources(asked.engine_cpus, 0.0)
-        node = added(node, *(host,) * count)
-        hosts = (0,) * count
+        on_each = count // cluster.nodes
+        node = added(node, *(host,) * on_each)
+        hosts = tuple(index // on_each for index in range(count))
         engines = ()
     return Placement(
         rank=_resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0),

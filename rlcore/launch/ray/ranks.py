@@ -47,6 +47,7 @@ from rlcore.launch.torchrun_attempts import has_ended
 from rlcore.stores import bound_store
 from rlcore.timeline.start import START, now
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
+from rollout.weight_sync.process_group import NODE
 
 POLL_S = 0.1
 CONNECTIONS_OF_A_RANK = 2  # to the store: its own, and its heartbeat's
@@ -81,6 +82,7 @@ class RankActor:
         # Ray itself sets one thread; the user's setting is among the variables.
         os.environ.pop(THREADS, None)
         os.environ.update({**environment, **local, SUPERVISED: str(os.getppid())})
+        os.environ[NODE] = self.where()[0]
         from rlcore.launch.rank import train_rank
 
         if environment["RANK"] == "0":
@@ -235,6 +237,13 @@ class Ranks:
             return True
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return any(node not in alive for node, _, _ in self.where)
+
+    @property
+    def gpus_of_nodes(self) -> list[list[str]]:
+        """The names of the GPUs of each node's ranks, in order; ranks may share one."""
+        starts = range(0, self._count, self._per_node)
+        nodes = [self.where[start : start + self._per_node] for start in starts]
+        return [list(dict.fromkeys(gpu for *_, gpus in node for gpu in gpus)) for node in nodes]
 
     @property
     def was_opened(self) -> bool:

@@ -28,6 +28,7 @@ from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import ServerConfig
 from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
+from rollout.weight_sync.process_group import name_gpus
 
 COMMAND = (sys.executable, "-m", "rollout.engines.embedded.server")
 
@@ -44,7 +45,8 @@ class EmbeddedServer(ChildServer):
     def __init__(self, config: ServerConfig, log: Path, *, gpus: Sequence[str] = ()) -> None:
         super().__init__(config.name, log)
         self.config = config
-        self.gpus = tuple(gpus)
+        self._visible = tuple(gpus)
+        self.gpus = name_gpus(gpus)
 
     async def warm_up(self) -> None:
         """Let the process import while the run reads its input. It writes no log before `start`."""
@@ -66,7 +68,7 @@ class EmbeddedServer(ChildServer):
     def _environment(self) -> dict[str, str]:
         engine = self.config.engine
         on_gpu = engine.device != "cpu" and torch.cuda.is_available()
-        return with_this_checkout(engine_environment(engine, on_gpu=on_gpu, gpus=self.gpus))
+        return with_this_checkout(engine_environment(engine, on_gpu=on_gpu, gpus=self._visible))
 
 
 def adapter_alpha(config: Config) -> float | None:

@@ -36,6 +36,7 @@ from rollout.weight_sync.process_group import (
     CHOSEN_INTERFACE,
     interface_of,
     is_loopback,
+    name_gpus,
     own_address,
 )
 
@@ -143,7 +144,8 @@ class ManagedServer(ChildServer):
         self.python = engine_python(config)
         self._nccl_checked = False
         self._dtype = dtype
-        self.gpus = tuple(gpus)
+        self._visible = tuple(gpus)
+        self.gpus = name_gpus(gpus)
         self._arguments = dict(arguments or {})
         if tls is not None:
             # Check the files here, since SGLang would end with a traceback.
@@ -235,7 +237,7 @@ class ManagedServer(ChildServer):
         variables = {
             name: value
             for name, value in engine_environment(
-                self.config, on_gpu=on_gpu, gpus=self.gpus if on_gpu else ()
+                self.config, on_gpu=on_gpu, gpus=self._visible if on_gpu else ()
             ).items()
             if name not in NOT_FOR_ENGINES or name in self.config.environment
         }

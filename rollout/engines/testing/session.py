@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.checks import check_completion, check_versions, folder_vocab_size
 from rollout.weight_sync.base import describe
 from rollout.weight_sync.choose import choose_transport, make_sender
-from rollout.weight_sync.process_group import gpu_identity
+from rollout.weight_sync.process_group import gpu_identity, node_identity
 
 T = TypeVar("T")
 SPECS_A_BUCKET = 3  # small enough for several buckets in every update
@@ -191,7 +190,7 @@ class Session:
         if self._transport is None:
             device = next(iter(self.weights.values())).device
             self._transport = choose_transport(self.config, [self.engine])
-            self._transport.ranks = [RankAddress(socket.gethostname(), gpu_identity(device))]
+            self._transport.ranks = [RankAddress(node_identity(), gpu_identity(device))]
             self._sender = make_sender(self._transport.name, self.config, device)
         # The engine is not called for further buckets.
         brought = self.buckets[:count]

@@ -21,7 +21,7 @@ COLOCATED = (SGLANG, "rollout.engine.colocated=true")
         ([*COLOCATED, "rollout.engine.urls=[http://x:1]"], "rollout.engine.colocated.*stopped "
          "and started elsewhere"),
         ([*COLOCATED, "cluster.nodes=2", "cluster.launcher=torchrun"],
-         "cluster.nodes.*got 2, but .*colocated engines"),
+         "cluster.nodes.*got 2, but .*launcher torchrun .*colocated.*set cluster.launcher to ray"),
         ([*COLOCATED, "rollout.engine.transport=distributed"], "rollout.engine.transport.*got "
          "'distributed', but NCCL"),
         ([*COLOCATED, "rollout.engine.server={--enable-memory-saver: false}"],

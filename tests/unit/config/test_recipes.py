@@ -45,6 +45,7 @@ RECIPES = [
     Recipe("qwen2.5-7b-grpo-1node", "Qwen2.5-7B", 1),
     Recipe("qwen2.5-7b-grpo-2nodes", "Qwen2.5-7B", 2),
     Recipe("qwen3-30b-a3b-grpo-1node", "Qwen3-30B-A3B", 1),
+    Recipe("qwen3-30b-a3b-grpo-2nodes", "Qwen3-30B-A3B", 2),
     Recipe("qwen3-30b-a3b-grpo-4nodes", "Qwen3-30B-A3B", 4),
     Recipe("qwen3-8b-lora-1gpu", "Qwen3-8B", 1, gpus=1),
     Recipe("qwen3-30b-a3b-lora-1node", "Qwen3-30B-A3B", 1, trainer_gpus=4),

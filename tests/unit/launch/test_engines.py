@@ -80,7 +80,7 @@ def test_embedded_engines_that_are_processes_have_gpus_of_their_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
     made = built("rollout.engine.count=2")
-    assert [one._server.gpus for one in made] == [("2",), ("5",)]
+    assert [one._server.gpus for one in made] == [("0 2",), ("0 5",)]
 
 
 def test_an_embedded_engine_in_this_process_has_no_variables_of_its_own() -> None:

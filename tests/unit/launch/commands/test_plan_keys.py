@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ FULL = "{recompute_granularity: full, recompute_method: block, recompute_num_lay
         ("Qwen2.5-7B", (8, 4), LOCAL),
         ("Qwen2.5-7B", (16, 8), (*SGLANG, "policy.parallel={pipeline: 4, virtual_pipeline: 7}")),
         ("Qwen2.5-7B", (8, None), (*SGLANG, "rollout.engine.colocated=true")),
+        ("Qwen2.5-7B", (16, None), (*SGLANG, "rollout.engine={colocated: true, count: 8}")),
         ("Qwen2.5-7B", (12, 8), (*SGLANG, "rollout.engine={tensor_parallel: 2, gpus: [0, 1]}")),
         ("Qwen2.5-7B", (8, None), (f"policy.megatron={FULL}", NOT_DISTRIBUTED)),
         ("Qwen2.5-7B", (8, 8), (*RAY, "policy.parallel={pipeline: 2, first_stage_layers: 13}")),
@@ -116,6 +118,17 @@ def test_the_keys_stand_for_the_fastest_layout(
     more = tmp_path / "more.yaml"
     more.write_text(again[again.index("\n# ") :])
     assert load_config([settings, keys, more]).config == load_config([settings, keys]).config
+
+
+@pytest.mark.parametrize("given", [LOCAL, (*SGLANG, "cluster.launcher=torchrun")])
+def test_engines_that_take_turns_fill_the_nodes_of_the_trainer(plan, given: Sequence[str]) -> None:
+    """No engine spans two nodes, and only Ray starts engines on every node."""
+    keys = "rollout.engine={colocated: true, tensor_parallel: 2, count: 3}"
+    _, out, _ = plan("--trainer-gpus", "16", *given, keys)
+    assert out.splitlines()[1] == "8 engines of TP 2 on the trainer's GPUs"
+    decided = out[out.index("\n# ") :]
+    assert "  launcher: ray\n  nodes: 2\n  processes_per_node: 8\n" in decided
+    assert "    count: 8\n" in decided
 
 
 def test_there_are_no_keys_where_nothing_fits(plan) -> None:

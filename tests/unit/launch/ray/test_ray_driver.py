@@ -45,19 +45,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 def test_each_engine_has_a_host_in_its_bundle_with_its_share_of_gpus(fake: FakeRay) -> None:
     config = small_config(rollout={"engine": {"kind": "sglang", "tensor_parallel": 2}})
-    placement = SimpleNamespace(hosts=[4, 6], engine=object())
+    placement = SimpleNamespace(hosts=(0, 0, 2), engine=object())
     cluster = Cluster(placement, "10.0.0.1")  # type: ignore[arg-type]
     loaded: Any = SimpleNamespace(config=config)
     with ExitStack() as stack:
         driver = Driver(loaded, cluster, stack, SimpleNamespace())  # type: ignore[arg-type]
         group: Any = object()
-        driver._host_engines(group, [["0", "1"], ["1", "2"], ["3"]])
+        driver._host_engines(group, [["0", "1", "2", "3"], ["0", "1"], ["4", "0"]])
     for index, (options, arguments) in enumerate(fake.made):
         assert arguments[:3] == (os.getcwd(), config, index)
-        assert arguments[4] == [["0", "1"], ["2", "3"]][index]
+        assert arguments[4] == [["0", "1"], ["2", "3"], ["4", "0"]][index]
         assert options["scheduling_strategy"] == {
             "placement_group": group,
             "placement_group_bundle_index": placement.hosts[index],
         }
         assert options["num_gpus"] == 1.0
-    assert len({options["name"] for options, _ in fake.made}) == 2
+    assert len({options["name"] for options, _ in fake.made}) == 3

@@ -73,6 +73,15 @@ def test_engines_that_take_turns_are_in_the_trainers_bundle() -> None:
     assert found.shares_gpus
 
 
+def test_engines_that_take_turns_on_several_nodes_are_divided_among_their_bundles() -> None:
+    turns = {"kind": "sglang", "tensor_parallel": 2, "colocated": True}
+    found = placed(has_gpus=True, nodes=3, per_node=4, count=6, **turns)
+    assert found.hosts == (0, 0, 1, 1, 2, 2)
+    assert found.trainer == ({"CPU": 6.0, "GPU": 4.0},) * 3
+    assert found.engines == ()
+    assert found.total == {"CPU": 18.0, "GPU": 12.0}
+
+
 def test_a_critic_is_in_the_ranks_of_its_actor() -> None:
     ppo = config(per_node=2)
     ppo.algorithm.estimator.name = "ppo"
@@ -109,8 +118,21 @@ def test_missing_resources_are_named_with_the_numbers() -> None:
         ),
         ({"kind": "sglang", "gpus": [0]}, "rollout.engine.gpus: got [0], but Ray chooses GPUs"),
         (
-            {"colocated": True, "nodes": 2},
-            "cluster.nodes: got 2, but rollout.engine.colocated engines are all started on",
+            {"colocated": True, "nodes": 2, "count": 3, "per_node": 2},
+            "rollout.engine.count: got 3, but rollout.engine.colocated engines are divided evenly"
+            " among cluster.nodes (2)",
+        ),
+        (
+            {"kind": "sglang", "colocated": True, "count": 4, "tensor_parallel": 2, "per_node": 3}
+            | {"nodes": 2},
+            "rollout.engine.count: 2 x rollout.engine.tensor_parallel 2 need 4 GPUs of each of 2"
+            " nodes, but the ranks, whose GPUs they share, have 3",
+        ),
+        (
+            # as many GPUs as the ranks have in all, but no engine spans nodes
+            {"kind": "sglang", "colocated": True, "count": 2, "tensor_parallel": 4, "per_node": 3}
+            | {"nodes": 2},
+            "rollout.engine.count: 1 x rollout.engine.tensor_parallel 4 need 4 GPUs of each of 2",
         ),
         (
             {"ray": {"rank_gpus": 1.5}},
@@ -148,6 +170,7 @@ def test_settings_that_do_not_fit_ray_are_refused(given: dict[str, Any], said: s
         {"kind": "sglang", "tensor_parallel": 2, "ray": {"engine_gpus": 2}},
         {"kind": "sglang", "tensor_parallel": 2, "device": "cpu", "ray": {"engine_gpus": 0.5}},
         {"colocated": True, "count": 2, "per_node": 2},
+        {"colocated": True, "count": 4, "per_node": 2, "nodes": 2},
         {"colocated": True, "count": 2, "ray": {"rank_gpus": 0}},  # on CPUs
         {"colocated": True, "count": 2, "device": "cpu"},
     ],

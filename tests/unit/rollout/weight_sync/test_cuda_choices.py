@@ -60,7 +60,7 @@ class Engine:
         self.url = "http://127.0.0.1:30000"
         self.gpu = gpu
         self.group_ranks = ranks
-        self.gpus = ("0", "1")[:ranks] if gpu is not None else ()
+        self.gpus = ("here 0", "here 1")[:ranks] if gpu is not None else ()
         self.in_group: str | None = None
         self.joined: list[tuple[GroupAddress, int]] = []
         self.taken: list[list[str]] = []
@@ -103,7 +103,7 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(weight_group.torch.cuda, "set_device", lambda device: None)
     engine = Engine("GPU-b")
     transport = DistributedTransport(timeout_s=5.0, probe_s=5.0)
-    transport.ranks = [RankAddress("here", "GPU-a", "0")]
+    transport.ranks = [RankAddress("here", "GPU-a", "here 0")]
     sender = GroupSender(CUDA, 5.0)
     assert asyncio.run(transport.open([engine], [BUCKET])) == {}
     answers = {0: sender.open(transport.orders().ranks[0], [BUCKET])}
@@ -210,8 +210,11 @@ async def test_handles_are_sent_where_a_rank_is_on_each_gpu_of_the_engine(
     """Each tensor-parallel rank gets the handle of its own GPU; bytes are packed once."""
     taker = Engine(engine)
     transport = TensorTransport(timeout_s=5.0)
-    transport.ranks = [RankAddress("here", name, name) for name in trainer]
-    transport.ranks += [RankAddress("elsewhere", "2", "1")]
+    transport.ranks = [
+        RankAddress("here", number, None if number is None else f"here {number}")
+        for number in trainer
+    ]
+    transport.ranks += [RankAddress("elsewhere", "2", "elsewhere 1")]
 
     assert await transport.open([taker], [BUCKET]) == {}
     orders = transport.orders()

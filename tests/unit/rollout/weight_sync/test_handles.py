@@ -1,6 +1,6 @@
 """Handles from every rank: each engine gets those of its own GPU, and none is left unread.
 
-The ranks are threads over one store; what stands for GPU memory is a table.
+The ranks are threads over one store, on two nodes; what stands for GPU memory is a table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.static_participants import StaticParticipants
 
 RANKS = 4
 BUCKETS = cut_buckets([TensorSpec(f"w{i}", (16,), "uint8") for i in range(6)], 16)
-GPUS = ["5", "2", "7", "0"]  # of the ranks
+GPUS = ["x 5", "x 2", "y 5", "y 0"]  # of the ranks: the node, and its GPU there
 
 
 class Memory:
@@ -60,6 +60,12 @@ class Maker(SerializedSender):
             name = json.dumps([self.gpu, bucket.index, self.memory.made])
             self.memory.held[name] = bytes(flat.tolist())
         return json.dumps({"payload": name, "counter": [name, 0]})
+
+    def discard(self, packed: Mapping[int, str], stopped: Sequence[int] | None) -> None:
+        """The readers of a handle are counted in the memory of its own node."""
+        owners = {json.loads(json.loads(handle)["payload"])[0] for handle in packed.values()}
+        assert owners <= {self.gpu}
+        super().discard(packed, stopped)
 
 
 class Broadcast:
@@ -158,7 +164,8 @@ class World:
         ]
 
         def release(name: bytes, offset: int) -> None:
-            self.memory.held.pop(name.decode(), None)
+            # A count that its reader has closed already may be another handle's by now.
+            del self.memory.held[name.decode()]
 
         monkeypatch.setattr(serialized.base64, "b64decode", str.encode)
         monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
@@ -180,7 +187,7 @@ class World:
             ranks = SenderRanks(
                 sync,
                 make=lambda transport: Maker(self.memory, GPUS[number]),
-                address=RankAddress("here", f"GPU-{number}", GPUS[number]),
+                address=RankAddress(GPUS[number][0], f"GPU-{number}", GPUS[number]),
                 calls=None if number else calls_of(publication, thread.loop, 20.0),
             )
             journal = None if number else VersionJournal(self.folder / "versions.jsonl")
@@ -203,9 +210,9 @@ def expected(gpus: Sequence[str]) -> list[tuple[str, int, bytes]]:
 @pytest.mark.parametrize(
     "engines",
     [
-        {"a": ["5"], "b": ["2"], "c": ["7"], "d": ["0"]},
-        {"a": ["7", "5"], "b": ["0", "2"]},
-        {"a": ["0"]},  # not on rank 0's GPU
+        {"a": ["x 5"], "b": ["x 2"], "c": ["y 5"], "d": ["y 0"]},
+        {"a": ["x 2", "x 5"], "b": ["y 0", "y 5"]},
+        {"a": ["y 0"]},  # not on rank 0's node
     ],
 )
 def test_each_engine_reads_its_own_gpus(
@@ -219,15 +226,19 @@ def test_each_engine_reads_its_own_gpus(
     assert world.memory.held == {}
 
 
-def test_what_a_dead_engine_leaves_unread_is_freed_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", ["a", "b", "c"])
+def test_what_a_dead_engine_leaves_unread_is_freed_on_its_node_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    world = World(tmp_path, monkeypatch, {"a": ["5"], "b": ["2"]}, fails="b")
+    gpus = {"a": ["x 5"], "b": ["y 5"], "c": ["y 0"]}
+    world = World(tmp_path, monkeypatch, gpus, fails=lost)
     world.publish()
-    assert world.engines[0].read == expected(["5"])
+    for engine in world.engines:
+        if engine.name != lost:
+            assert engine.read == expected(gpus[engine.name])
     assert world.memory.held == {}
-    # of the attempt that failed two a bucket, at most one bucket beyond; of the other one a bucket
-    assert world.memory.made <= 2 * 4 + len(BUCKETS)
+    # Of the attempt that failed one of each rank a bucket, at most one bucket beyond.
+    assert world.memory.made <= 3 * 4 + 2 * len(BUCKETS)
 
 
 def test_without_engines_that_take_handles_only_rank_0_has_the_bytes(
