@@ -1,4 +1,4 @@
-"""Real SGLang on a Ray cluster: ranks and engine on separate nodes, staleness 0 and 1."""
+"""Real SGLang on a Ray cluster: ranks and engine on separate nodes, or on both nodes by turns."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def nodes_of(going: Going) -> dict[str, set[int]]:
     """The raylets above each part: a raylet is a node."""
     parts = {"ranks": going.rank_pids(), "engine": [going.engine_pid()]}
     return {part: {raylet_above(pid) for pid in pids} for part, pids in parts.items()}
+
+
+def look_at_turns(going: Going) -> dict[str, list[int]]:
+    """The raylet above each rank, and above each engine."""
+    engines = [going.engine_pid(index) for index in range(2)]
+    parts = {"ranks": going.rank_pids(), "engines": engines}
+    return {part: [raylet_above(pid) for pid in pids] for part, pids in parts.items()}
 
 
 def raylet_above(pid: int) -> int:
@@ -75,3 +82,23 @@ def test_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
     check_logprobs(workspace, run)
     if staleness == 0:
         assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in run.metrics)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_engines_of_two_nodes_take_turns_with_the_ranks(ray_runs: RayRuns) -> None:
+    seen = []
+    run = ray_runs.train(
+        "sglang_turns",
+        *SGLANG,
+        *("cluster.nodes=2", "cluster.processes_per_node=1", "cluster.ray.engine_cpus=1"),
+        *("rollout.engine.colocated=true", "rollout.engine.count=2"),
+        acts=[(2, lambda going: seen.append(look_at_turns(going)))],
+        held_after=0,
+    )
+    assert run.code == 0, run.err
+    assert seen[0]["ranks"] == seen[0]["engines"]
+    assert len(set(seen[0]["ranks"])) == 2
+    check_books(run, 0)
+    check_logprobs(ray_runs.workspace, run)
+    assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in run.metrics)
