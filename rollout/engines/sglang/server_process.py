@@ -64,6 +64,9 @@ DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # avoids a log line fo
 # A trainer that is offloaded keeps CUDA's context and NCCL's communicators, 7 to 10 GiB of a rank.
 COLOCATED_DEFAULTS: dict[str, Any] = {"mem_fraction_static": 0.75}
 CPU_DEFAULTS: dict[str, Any] = {
+    # The server answers probes between batches. One of SGLang's 4096 tokens takes a model of 135M
+    # parameters minutes on busy cores.
+    "chunked_prefill_size": 512,
     "attention_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
