@@ -16,6 +16,13 @@ RANKS = Path(__file__).with_name("offload_ranks.py")
 CPU = torch.device("cpu")
 
 SHARDED = {"plan": "starved", "distributed": True}
+# Adapters of experts alone: Megatron's optimizer of the other parameters is empty.
+EXPERTS = {
+    "plan": "starved",
+    "model": "qwen3_moe",
+    "parallel": {"expert": 2},
+    "lora": {"rank": 4, "alpha": 8, "targets": ["up_proj", "down_proj"], "expert_rank": 2},
+}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "fp32", "plan": "uneven"},
@@ -30,6 +37,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "ep2_distributed", **SHARDED, "model": "qwen3_moe", "parallel": {"expert": 2}},
         {"name": "ep2_bf16_gradients", **SHARDED, "model": "qwen3_moe", "parallel": {"expert": 2},
          "dtype": "bf16", "narrow": True},
+        {"name": "experts_alone", **EXPERTS},
+        {"name": "experts_alone_distributed", **EXPERTS, "distributed": True},
     ],
 }  # fmt: skip
 

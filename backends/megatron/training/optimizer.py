@@ -138,8 +138,12 @@ class ScheduledOptimizer:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """The chained optimizers, one for each kind of parameter (dense, expert)."""
-        return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
+        """The chained optimizers, one for each kind of parameter (dense, expert).
+
+        A kind of which no rank trains any, as with adapters of experts alone, has none.
+        """
+        chained = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [part for part in chained if not part.is_stub_optimizer]
 
     @torch.no_grad()
     def step(self) -> StepReport:
