@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from math import ceil
 
 from rlcore.planning.devices import Gpu
-from rlcore.planning.fit import RESERVED, Option, gib, usable
+from rlcore.planning.fit import RESERVED, Option, gib, needs, usable
 from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout
 from rlcore.planning.publication import Publication
@@ -84,7 +84,7 @@ def report(
     yield ""
     fitting = [option for option in found if option.fits(capacity)]
     if not fitting:
-        yield from nearest(found, capacity)
+        yield from nearest(job, found, capacity)
         return
     counts = f"{len(fitting)} of {len(found)}"
     yield f"Layouts that fit, by estimated time of an optimizer step ({counts}):"
@@ -144,7 +144,7 @@ def _engine(option: Option, shape: ModelShape, published: Publication, capacity:
     return f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 
-def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
+def nearest(job: Job, found: Sequence[Option], capacity: int) -> Iterator[str]:
     """Yield the layout that is nearest to fitting, and changes that would make it fit."""
     if not found:
         yield "No layout of this number of GPUs suits the model."
@@ -156,16 +156,9 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
         f" {best.needs.stage},"
     )
     yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
-    resident = best.needs.resident
-    phase = max(best.needs.phases.values())
-    advice = {}
-    for name, size in resident.items():
-        model, _, part = name.partition(" ")
-        if part == "optimizer" or (model != "policy" and part == "weights"):
-            key = f"{model}.{'optimizer.' * (part == 'optimizer')}offload=true"
-            # A model needs this memory in a phase of its own instead; an optimizer comes back in
-            # pieces.
-            advice[key] = size if part == "optimizer" else min(size, phase)
+    advice = {
+        key: best.needs.peak - needs(best.layout, changed).peak for key, changed in _offloads(job)
+    }
     for key, size in sorted(advice.items(), key=lambda pair: -pair[1]):
         if size > 0:
             yield f"  {key} lowers the peak by {gib(size)}"
@@ -173,3 +166,22 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     yield f"  about {factor:.2f} times the GPUs, or GPUs of {gib(best.needs.peak / (1 - RESERVED))}"
     if best.needs.largest_phase.endswith("backward"):
         yield "  a smaller policy.max_tokens_per_microbatch"
+
+
+def _offloads(job: Job) -> Iterator[tuple[str, Job]]:
+    """Yield the keys that would offload something, each with the job that it makes."""
+    for number, model in enumerate(job.trained):
+        keys = {"optimizer.offload": "offload_optimizer"}
+        if number:
+            # The policy stays: engines get their weights from it.
+            keys["offload"] = "offload"
+        for key, field in keys.items():
+            if not (model.offload or getattr(model, field)):
+                trained = list(job.trained)
+                trained[number] = replace(model, **{field: True})
+                yield f"{model.name}.{key}=true", replace(job, trained=tuple(trained))
+    for number, other in enumerate(job.frozen):
+        if not other.offload:
+            frozen = list(job.frozen)
+            frozen[number] = replace(other, offload=True)
+            yield f"{other.name}.offload=true", replace(job, frozen=tuple(frozen))
