@@ -118,12 +118,14 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
             if not model.fp32_gradients:
                 # Those of a piece are converted.
                 stepping += piece // 3
-            # Megatron copies the weights into the buffers of a distributed optimizer, one by one.
-            copied = b * max(trained.dense, trained.expert) if distributed else 0
-            phases[f"{model.name} start"] = away + copied
+            there = 0
         else:
-            resident[f"{model.name} optimizer"] = state
+            there = resident[f"{model.name} optimizer"] = state
             stepping = 0
+        # Before the state exists, Megatron copies the weights into the buffers of a distributed
+        # optimizer, one by one.
+        copied = b * max(trained.dense, trained.expert) if distributed else 0
+        phases[f"{model.name} start"] = away + max(copied - there, 0)
         if model.shares_base:
             # It is built with weights of its own, which it then gives up.
             phases[f"{model.name} start"] = b * whole.total

@@ -9,7 +9,7 @@ import pytest
 
 from rlcore.planning.activations import head_peak_bytes, scoring_bytes, training_bytes
 from rlcore.planning.devices import GPUS
-from rlcore.planning.fit import options
+from rlcore.planning.fit import options, stage_needs
 from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import Layout, Load, Weights, optimizer_bytes, rank_weights
 from rlcore.planning.shape import ModelShape
@@ -18,6 +18,11 @@ DENSE = ModelShape(layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, 
 MOE = ModelShape(
     layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256, experts=4, topk=2,
     expert_ffn=32, expert_layers=(True,) * 8,
+)  # fmt: skip
+
+JOB = Job(
+    trained=(Trained("policy", DENSE),), frozen=(), sequences=64, length=8, trainable=2,
+    scoring_passes=0, pack_tokens=16, dtype_bytes=2, vocab_multiple=1, chunk_elements=1 << 20,
 )  # fmt: skip
 
 
@@ -48,12 +53,25 @@ def test_the_head_of_a_pack_with_one_target_has_one_row() -> None:
     assert found == 2 * 4 * 256 + 4 * 256 * 64 + 4 * 64 * (1 + 256)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("data", [2, 16])
+def test_at_the_start_a_distributed_optimizer_has_the_weights_twice(
+    data: int, offload: bool
+) -> None:
+    """Beside gradients, before its state, of which a rank of 16 has less than a copy of weights."""
+    layout = Layout(data=data, distributed=True)
+    trained = Trained("policy", DENSE, offload_optimizer=offload)
+    job = replace(JOB, trained=(trained,))
+    found = stage_needs(layout, job.load(layout), job, 0)
+    weights = rank_weights(DENSE, layout, 0)
+    resident = sum(found.resident.values())
+    start = (2 + 4 + 2) * weights.total
+    assert resident + found.phases["policy start"] == max(start, resident)
+
+
 def layouts(shape: ModelShape, gpus: int) -> list[Layout]:
     """Every layout that a plan looks at."""
-    job = Job(
-        trained=(Trained("policy", shape),), frozen=(), sequences=64, length=8, trainable=2,
-        scoring_passes=0, pack_tokens=16, dtype_bytes=2, vocab_multiple=1, chunk_elements=1 << 20,
-    )  # fmt: skip
+    job = replace(JOB, trained=(Trained("policy", shape),))
     seen: list[Layout] = []
     options(job, gpus, GPUS["H100"], lambda layout: bool(seen.append(layout)))
     return seen
