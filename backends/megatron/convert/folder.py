@@ -27,7 +27,8 @@ class FolderWriter:
         sources: the folders of the model and its tokenizer.
         number, writers: which of several writers this is.
 
-    Raises ModelError if `folder` holds something else, or is one of the sources.
+    Raises ModelError if `folder` holds something else, or is one of the sources, and RunFailed as
+    `complete` does.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class FolderWriter:
         self._failure: OSError | None = None
         if number == 0:
             shutil.rmtree(self._aside, ignore_errors=True)
-            self._aside.mkdir(parents=True)
+            with self._disk_errors():
+                self._aside.mkdir(parents=True)
         shards = cut_buckets(specs, max_shard_bytes)
         self._shards = ShardWriter(self._aside, shards, number=number, writers=writers)
 
@@ -107,7 +109,12 @@ class FolderWriter:
             shutil.rmtree(replaced, ignore_errors=True)
             if self._folder.exists():
                 self._folder.rename(replaced)
-            self._aside.rename(self._folder)
+            try:
+                self._aside.rename(self._folder)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(self._folder)
+                raise
             sync(self._folder.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 

@@ -13,9 +13,7 @@ from rlcore.planning.memory import Layout
 from rlcore.planning.report import nearest
 from rlcore.planning.shape import ModelShape
 
-SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, vocab=32000
-)
+SHAPE = ModelShape(layers=32, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, vocab=32000)
 JOB = Job(
     trained=(Trained("policy", SHAPE), Trained("critic", SHAPE, value_head=True)),
     frozen=(Frozen("reference", SHAPE),), sequences=64, length=4096, trainable=1024,

@@ -115,3 +115,23 @@ def test_an_earlier_export_outlives_a_full_disk(
     with pytest.raises(RunFailed, match="No space left on device"):
         write(tmp_path / "hf", source)
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+
+
+@pytest.mark.parametrize("refused", ["mkdir", "rename"])
+def test_an_earlier_export_outlives_a_folder_that_the_system_refuses(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    write(tmp_path / "hf", source)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    real = getattr(Path, refused)
+
+    def refuse(path: Path, *arguments: object, **options: object) -> object:
+        if path.name == ".hf.partial":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, refused, refuse)
+    with pytest.raises(RunFailed, match=r"the export to .*hf failed: .*Input/output error"):
+        write(tmp_path / "hf", source)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "source"}
