@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cases import make_config
 from rank_main import build_backend, main
 
 from backends.megatron import MegatronBackend
+from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.weights.export import WeightExporter
 from rlcore.errors import RlcoreError
+
+with importing_megatron():
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 
 def build(case: dict[str, Any], models: Path, *, with_reference: bool) -> MegatronBackend:
@@ -54,13 +61,29 @@ def publish(case: dict[str, Any], models: Path) -> None:
         backend.close()
 
 
+def save(case: dict[str, Any], models: Path) -> None:
+    """Plan a checkpoint, at which one rank fails, then another, at which all have to plan again."""
+    backend = build(case, models / "0", with_reference=False)
+    full = OSError(ENOSPC, "No space left on device")
+    here = backend.rank == case["failing"]
+    failing = patch.object(FileSystemWriterAsync, "prepare_write_data", side_effect=full)
+    try:
+        with failing if here else nullcontext():
+            backend.save(models / "first")
+    finally:
+        backend.save(models / "second")
+        backend.load(models / "second")
+        backend.close()
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     import torch.distributed as dist
 
     rank = dist.get_rank()
     began = time.monotonic()
     try:
-        (publish if "parameter" in case else load)({**case, "rank": rank}, folder.parent / "models")
+        work = publish if "parameter" in case else save if "saves" in case else load
+        work({**case, "rank": rank}, folder.parent / "models")
     except RlcoreError as error:
         said = [type(error).__name__, str(error)]
     else:

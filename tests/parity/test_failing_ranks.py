@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "weights, the first": {"failing": 0, "model": "damaged0"},
     "weights, the second": {"failing": 1, "model": "damaged1", "parallel": {"tensor": 2}},
     "another model": {"failing": 0, "model": "good", "reference": "gone0"},
+    "the plan of a checkpoint": {"failing": 1, "model": "good", "saves": True},
     "FP8, the first alone": {
         "failing": 0, "model": "good", "parameter": "mlp.linear_fc2.weight", "everywhere": False,
         **PIPELINE},
@@ -58,11 +59,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 def test_every_rank_raises(said: dict[str, list[dict[str, Any]]], name: str) -> None:
     case = CASES[name]
     own, other = (said[name][rank]["said"] for rank in (case["failing"], 1 - case["failing"]))
-    assert own[0] == "ModelError"
+    assert own[0] == ("RunFailed" if "saves" in case else "ModelError")
     assert other[0] == "FailedElsewhere"
     if "parameter" in case:
         assert "got an infinity or NaN in its block" in own[1]
         assert other[1].startswith("rounding the weights to FP8 failed on rank")
+    elif "saves" in case:
+        assert own[1].endswith("No space left on device")
+        assert other[1].startswith("writing the checkpoint")
     else:
         assert WHAT["reference" if "reference" in case else "model"] in other[1]
     assert f"failed on rank {case['failing']}" in other[1]

@@ -121,8 +121,8 @@ class Plans:
         """Return how to save a model, and whether its plan exists. Collective."""
         structure = _structure(state)
         before, strategy = self._known.get(model, (b"", _Strategy()))
-        # A rank may have got other tensors: all plan again, or none.
-        is_known = _on_all_ranks(before == structure)
+        # A rank may have got other tensors, or failed while it planned: all plan again, or none.
+        is_known = _on_all_ranks(before == structure and strategy.validated_cache_reuse)
         if not is_known:
             strategy = _Strategy()
             self._known[model] = (structure, strategy)
