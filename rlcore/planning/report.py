@@ -8,7 +8,7 @@ from math import ceil
 
 from rlcore.planning.devices import Gpu
 from rlcore.planning.fit import RESERVED, Option, gib, needs, usable
-from rlcore.planning.job import Job
+from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import Layout
 from rlcore.planning.publication import Publication
 from rlcore.planning.shape import ModelShape
@@ -171,17 +171,19 @@ def nearest(job: Job, found: Sequence[Option], capacity: int) -> Iterator[str]:
 def _offloads(job: Job) -> Iterator[tuple[str, Job]]:
     """Yield the keys that would offload something, each with the job that it makes."""
     for number, model in enumerate(job.trained):
-        keys = {"optimizer.offload": "offload_optimizer"}
+        if model.offload:
+            continue
+        changes: list[tuple[str, Trained]] = []
+        if not model.offload_optimizer:
+            changes.append(("optimizer.offload", replace(model, offload_optimizer=True)))
         if number:
             # The policy stays: engines get their weights from it.
-            keys["offload"] = "offload"
-        for key, field in keys.items():
-            if not (model.offload or getattr(model, field)):
-                trained = list(job.trained)
-                trained[number] = replace(model, **{field: True})
-                yield f"{model.name}.{key}=true", replace(job, trained=tuple(trained))
+            changes.append(("offload", replace(model, offload=True)))
+        for key, changed in changes:
+            trained = (*job.trained[:number], changed, *job.trained[number + 1 :])
+            yield f"{model.name}.{key}=true", replace(job, trained=trained)
     for number, other in enumerate(job.frozen):
         if not other.offload:
-            frozen = list(job.frozen)
-            frozen[number] = replace(other, offload=True)
-            yield f"{other.name}.offload=true", replace(job, frozen=tuple(frozen))
+            moved = replace(other, offload=True)
+            frozen = (*job.frozen[:number], moved, *job.frozen[number + 1 :])
+            yield f"{other.name}.offload=true", replace(job, frozen=frozen)

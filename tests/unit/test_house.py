@@ -31,7 +31,7 @@ BUDGETS = {
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
     "rlcore/launch": 7_900,  # 17 commands; local, torchrun, Ray, engines beside its ranks; service
-    "rlcore/planning": 1_720,  # bytes and seconds of a layout
+    "rlcore/planning": 1_740,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices

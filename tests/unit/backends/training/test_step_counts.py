@@ -25,7 +25,9 @@ class CountsInGroups(torch.optim.SGD):
 
 def made(inner: torch.optim.Optimizer, *, offload: bool = False) -> ScheduledOptimizer:
     optimizer = ScheduledOptimizer.__new__(ScheduledOptimizer)
-    optimizer.megatron = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    optimizer.megatron = SimpleNamespace(
+        optimizer=inner, param_groups=inner.param_groups, is_stub_optimizer=False
+    )
     optimizer._model_storages = set()
     optimizer._in_bf16 = False
     optimizer.state = OffloadedTensors(
