@@ -20,11 +20,12 @@ from rlcore.deadlines import END_SERVER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import log_folder
+from rlcore.launch.process import route_to
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, answer, answer_when_up, enter_folder
 from rollout.asyncio_utils import within
 from rollout.engines.child_process import Server
 from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
-from rollout.weight_sync.process_group import NODE, name_gpus
+from rollout.weight_sync.process_group import NODE, is_loopback, name_gpus
 
 LOOPBACK = "127.0.0.1"
 # Variables of rank 0 by which its rollout service joins the cluster on the same node.
@@ -103,9 +104,18 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
     config = config.model_copy(deep=True)
     engine = config.rollout.engine
     if engine.host == LOOPBACK:
-        engine.host = ray.util.get_node_ip_address()
+        engine.host = _address()
     factory: HostedFactory = factory_of(engine.kind)
     return factory.build_server(config, index, logs=log_folder(config.run), gpus=gpus, keys=keys)
+
+
+def _address() -> str:
+    """Return the address by which other nodes reach this one; its name may be loopback here."""
+    mine = str(ray.util.get_node_ip_address())
+    if is_loopback(mine) or not is_loopback(route_to(mine)):
+        return mine
+    nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+    return next((own for own in map(route_to, nodes) if not is_loopback(own)), mine)
 
 
 class HostedServer:
