@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from tests.integration.workspace import ROOT
+
 READY_S = 30.0
+LINK = Path(__file__).with_name("link.py")
 CARD = "eth0"
 NOWHERE = "card0"  # a second network card, listed first, that leads to nobody
 
@@ -28,14 +34,28 @@ def why_not() -> str:
     return "" if made.returncode == 0 else f"no namespaces, bridges or veth: {made.stderr.strip()}"
 
 
+@dataclass(frozen=True)
+class Cable:
+    """What a node's cable does to each frame, in each direction."""
+
+    delay_s: float
+    loss: float
+    bytes_per_s: float
+    seed: int = 0  # of the losses
+
+
 class Cluster:
     """`count` nodes: node-K has the address 10.77.0.K+1.
 
     On the node itself its name stands for 127.0.1.1, on the others for its address.
+
+    Args:
+        cable: of every node but the first; None: as fast as the machine.
     """
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, cable: Cable | None = None) -> None:
         self.folder = folder
+        self.cable = cable
         self._holders: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[bytes]] = []
         self._switch = self._hold()
@@ -52,7 +72,7 @@ class Cluster:
         """Start a command on a node."""
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [*self._inside(self.nodes[node]), *command],
+                [*self.inside(self.nodes[node]), *command],
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -60,6 +80,35 @@ class Cluster:
             )
         self._started.append(process)
         return process
+
+    def run(
+        self, node: int, command: Sequence[str], environment: Mapping[str, str], limit_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a node to its end."""
+        return subprocess.run(
+            [*self.inside(self.nodes[node]), *command],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        """All that runs on a node, whoever started it."""
+        here = os.readlink(f"/proc/{self.nodes[node]}/ns/uts")
+        found = []
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.NoSuchProcess):
+                ours = os.readlink(f"/proc/{process.pid}/ns/uts") == here
+                if ours and process.pid != self.nodes[node]:
+                    found.append(process)
+        return found
+
+    def switch_off(self, node: int) -> None:
+        """End all that runs on a node, at once."""
+        for process in self.processes(node):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def cut(self, node: int) -> None:
         """Take a node's cable out."""
@@ -69,15 +118,10 @@ class Cluster:
         """Put it in again."""
         self._at(self._switch, f"ip link set port{node} up")
 
-    def shape(self, node: int, rule: str) -> None:
-        """Delay, limit or lose what goes to a node, as netem says it: `delay 50ms rate 1gbit`."""
-        self._at(self._switch, f"tc qdisc replace dev port{node} root netem {rule}")
-
     def close(self) -> None:
         """End everything that was started, and the nodes."""
-        for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        for node in range(len(self.nodes)):
+            self.switch_off(node)
         for process in (*self._started, *self._holders):
             process.kill()
             process.wait()
@@ -93,19 +137,34 @@ class Cluster:
             f" && ip link add {NOWHERE} type veth peer name unplugged && ip link set {NOWHERE} up"
             f" && ip addr add 192.168.66.{number + 1}/32 dev {NOWHERE}",
         )
-        self._at(
-            self._switch,
-            f"ip link add port{number} type veth peer name {CARD} netns {pid}"
-            f" && ip link set port{number} master br0 up",
-        )
+        if self.cable is not None and number:
+            self._lay(number, pid, self.cable)
+        else:
+            pair = f"ip link add port{number} type veth peer name {CARD} netns {pid}"
+            self._at(self._switch, pair)
+        self._at(self._switch, f"ip link set port{number} master br0 up")
         self._at(pid, f"ip addr add {self.address(number)}/24 dev {CARD} && ip link set {CARD} up")
         return pid
+
+    def _lay(self, number: int, pid: int, cable: Cable) -> None:
+        what = (cable.delay_s, cable.loss, cable.bytes_per_s, cable.seed + number)
+        given = [str(pid), CARD, f"port{number}", *map(str, what)]
+        link = subprocess.Popen(
+            [*self.inside(self._switch), sys.executable, "-S", str(LINK), *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._holders.append(link)
+        assert link.stdout is not None
+        assert link.stdout.readline() == b"ready\n"
 
     def _hold(self) -> int:
         """Keep new namespaces of network, mounts and host name. Returns a process in them."""
         before = os.readlink("/proc/self/ns/uts")
+        # it ends with this process, however this ends: with the pipe
         holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "--propagation", "private", "sleep", "inf"]
+            ["unshare", "--net", "--mount", "--uts", "--propagation", "private", "cat"],
+            stdin=subprocess.PIPE,
         )
         self._holders.append(holder)
         deadline = time.monotonic() + READY_S
@@ -115,10 +174,12 @@ class Cluster:
         return holder.pid
 
     def _at(self, pid: int, script: str) -> None:
-        command = [*self._inside(pid), "bash", "-c", script]
+        command = [*self.inside(pid), "bash", "-c", script]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{script}: {done.stderr}"
 
     @staticmethod
-    def _inside(pid: int) -> list[str]:
-        return ["nsenter", "--target", str(pid), "--net", "--mount", "--uts"]
+    def inside(pid: int) -> list[str]:
+        # entering a mount namespace leaves the working directory
+        namespaces = ["nsenter", "--target", str(pid), "--net", "--mount", "--uts"]
+        return [*namespaces, "env", f"--chdir={ROOT}"]
