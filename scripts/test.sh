@@ -29,6 +29,9 @@ step install ./scripts/install.sh dev ray tensorboard wandb plot smollm2
 step engine ./scripts/install_sglang.sh
 step chromium ./scripts/install_chromium.sh
 step bubblewrap ./scripts/install_debian.sh bubblewrap bwrap
+if [ "${options[1]}" = "" ] && [ "$(id -u)" = 0 ]; then      # tests/network needs root; it names what it skips
+    step slurm ./scripts/install_debian.sh slurm-wlm slurmctld
+fi
 if [ -z "$checks" ] || [ "${options[1]}" = "" ]; then step verifiers ./scripts/install_verifiers.sh; fi     # of those tests alone
 PATH="$PWD/.venv/bin:$PATH"
 if [ -n "$checks" ]; then

@@ -4,12 +4,16 @@ say() { echo "${SLURM_JOB_NAME:-rlcore}: $*" >&2; }
 if [ $# -eq 0 ]; then say "usage: sbatch $0 CONFIG.yaml [SERVERS.yaml] [key=value ...]"; exit 2; fi
 
 # Further arguments of srun, which come last, and a line of shell for each task: `module load cuda`, `source env.sh`. It sees none of
-# the task's arguments, and a container begins in a folder of its own.
+# the task's arguments, and a container begins in a folder of its own. A task whose line fails ends with the line's exit code.
 # shellcheck disable=SC2034     # the templates read it
 read -ra srun_args <<< "${SRUN_ARGS:-}"
 export PRELUDE=${PRELUDE:-:} CHECKOUT=$PWD
 # shellcheck disable=SC2016,SC2034     # for the task, where the templates start it with a script and its arguments
-task='run=("$@"); set --; cd "$CHECKOUT"; eval "$PRELUDE"; cd "$CHECKOUT"; NODE_RANK=$SLURM_PROCID exec "${run[@]}"'
+task='run=("$@"); set --
+cd "$CHECKOUT" || exit
+eval "$PRELUDE" || { code=$?; echo "$(hostname): PRELUDE ended with exit code $code: $PRELUDE" >&2; exit "$code"; }
+cd "$CHECKOUT" || exit
+NODE_RANK=$SLURM_PROCID exec "${run[@]}"'
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes[0]}

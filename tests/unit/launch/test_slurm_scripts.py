@@ -62,6 +62,18 @@ def test_tasks_run_in_containers_and_after_the_site_s_own_lines(
         assert call["environment"]["IMAGE"] == "rl.sqsh"
 
 
+@pytest.mark.parametrize(
+    ("script", "word"), [("torchrun.sbatch", "rlcore.launch.torchrun"), ("ray.sbatch", "train")]
+)
+def test_a_task_ends_with_the_site_s_own_line_that_fails(
+    stage: Stage, script: str, word: str
+) -> None:
+    done = stage.sbatch(script, 2, "run.yaml", ENGINE_NODES="0", PRELUDE="true && (exit 4)")
+    assert done.returncode == 4
+    assert "PRELUDE ended with exit code 4: true && (exit 4)" in done.stderr
+    assert stage.calls(word) == []
+
+
 def test_keys_are_made_once_and_stand_in_no_command_line(stage: Stage) -> None:
     assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1").returncode == 0
     calls = [*stage.calls("rlcore.launch.torchrun"), *stage.calls("engine")]
