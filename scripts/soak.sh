@@ -6,6 +6,7 @@
 #   ./scripts/soak.sh --launcher local torchrun --launcher ray-nodes --reference local      two runs at a time
 #   ./scripts/soak.sh --conversations                            rollouts of several turns, with branches and tries that fail
 #   ./scripts/soak.sh --adapters                                 low-rank adapters in place of all weights
+#   ./scripts/soak.sh --network                                  nodes with networks of their own, whose links fail; as root
 #
 # Prints the table of docs/soak.md. Exit code 1: a run did not end well, or its ledger or weights are wrong. Logs are in --folder.
 set -euo pipefail

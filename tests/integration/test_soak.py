@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from tests.soak.launchers import LAUNCHERS
+from tests.network.cluster import why_not
+from tests.soak.launchers import LAUNCHERS, NETWORK
 from tests.soak.soak import Soak
 
 LIMIT_S = 400.0
@@ -36,3 +38,13 @@ def test_a_run_with_a_kill_is_the_run_without_it(
     survivor = soak.one(f"{kind}_{seed}", LAUNCHERS[launcher], kind, random.Random(seed))
     assert survivor.faults == [], survivor
     assert survivor.kind.split()[0] == kind
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.skipif(bool(why_not()), reason=f"no nodes on this machine: {why_not()}")
+def test_a_run_with_a_kill_and_a_cut_cable_is_the_run_without_them(tmp_path: Path) -> None:
+    soak = Soak(tmp_path, limit_s=LIMIT_S, network=True)
+    survivor = soak.one("cut", NETWORK["torchrun"], "rank", random.Random(7))
+    assert survivor.faults == [], survivor
+    assert survivor.link.startswith("cut for 10 s")

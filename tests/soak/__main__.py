@@ -11,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
-from tests.soak.launchers import LAUNCHERS, Launcher
+from tests.network.cluster import why_not
+from tests.network.slurm import why_no_slurm
+from tests.soak.launchers import LAUNCHERS, NETWORK, Launcher
 from tests.soak.soak import LIMIT_S, Soak
 from tests.soak.workload import STEPS
 
-COLUMNS = ("seed", "launcher", "killed", "when", "the run", "seconds", "faults")
+COLUMNS = ("seed", "launcher", "link", "killed", "when", "the run", "seconds", "faults")
+
+NAMES = {**LAUNCHERS, **NETWORK}
 
 
 def main() -> int:
@@ -26,7 +30,7 @@ def main() -> int:
         "--launcher",
         nargs="+",
         action="append",
-        choices=LAUNCHERS,
+        choices=NAMES,
         help="in turn (default: all); given several times: so many runs at a time",
     )
     parser.add_argument(
@@ -34,7 +38,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--reference",
-        choices=LAUNCHERS,
+        choices=NAMES,
         help="whose undisturbed run all are compared with (default: its own)",
     )
     parser.add_argument(
@@ -44,6 +48,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--adapters", action="store_true", help="train low-rank adapters, not all weights"
+    )
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help="nodes with networks of their own, with faults of their links; needs root",
     )
     parser.add_argument(
         "--limit",
@@ -59,9 +68,20 @@ def main() -> int:
         help="of models, runs and logs; must be new",
     )
     arguments = parser.parse_args()
-    lanes = [
-        [LAUNCHERS[name] for name in names] for names in arguments.launcher or [list(LAUNCHERS)]
-    ]
+    known = NETWORK if arguments.network else LAUNCHERS
+    if arguments.network and (reason := why_not()):
+        parser.error(f"--network: {reason}")
+    skipped = why_no_slurm() if arguments.network else ""
+    names = [name for name in known if not (skipped and name == "slurm")]
+    asked = arguments.launcher or [names]
+    named = {name for lane in asked for name in lane} | {arguments.reference or names[0]}
+    if unknown := named - {*known}:
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    if skipped and "slurm" in named:
+        parser.error(f"slurm: {skipped}")
+    if skipped:
+        print(f"slurm is skipped: {skipped}")
+    lanes = [[known[name] for name in lane] for lane in asked]
     for launcher in (one for lane in lanes for one in lane):
         if not kinds_of(launcher, arguments.kind):
             parser.error(
@@ -73,9 +93,10 @@ def main() -> int:
     soak = Soak(
         arguments.folder.resolve(),
         limit_s=arguments.limit,
-        reference=LAUNCHERS.get(arguments.reference),
+        reference=known.get(arguments.reference),
         conversations=arguments.conversations,
         adapters=arguments.adapters,
+        network=arguments.network,
     )
     print(
         f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)}"

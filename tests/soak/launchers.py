@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from tests.ports import free_port
+from tests.soak.network import Network
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLCORE_SOAK_RUN"  # environment of every process of a run: its folder
@@ -22,6 +24,8 @@ GONE_S = 60.0  # from the end of the nodes to the end of everything
 SETTLE_S = 5.0  # for the other nodes to end too, where the run has ended
 STORE_BYTES = 100 << 20  # of each Ray node's objects
 POLL_S = 0.01
+# What tells Ray nodes of one machine apart, and how long one of them waits for a lost head.
+OF_ONE_MACHINE = ("HOST_ADDRESS", "RAY_gcs_rpc_server_reconnect_timeout_s")
 
 Command = tuple[list[str], dict[str, str]]  # with its environment
 
@@ -42,11 +46,11 @@ def _local(arguments: Sequence[str]) -> list[Command]:
     ]
 
 
-def _torchrun(arguments: Sequence[str]) -> list[Command]:
+def _torchrun(arguments: Sequence[str], head: str = "127.0.0.1") -> list[Command]:
     script = [str(ROOT / "scripts" / "torchrun_multinode.sh"), *arguments]
     shared = {
         "NNODES": "2",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": head,
         "MASTER_PORT": str(free_port()),
         "GPUS_PER_NODE": "1",
         "PYTHON": sys.executable,
@@ -94,6 +98,24 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
     ]  # fmt: skip
 
 
+def _ray_network(arguments: Sequence[str]) -> list[Command]:
+    """The same on nodes with addresses of their own, to which a cut cable is no lost head."""
+    return [
+        (words, {name: value for name, value in given.items() if name not in OF_ONE_MACHINE}
+         | {"MASTER_ADDR": "node-0"})
+        for words, given in _ray_nodes(arguments)
+    ]  # fmt: skip
+
+
+def _slurm(arguments: Sequence[str]) -> list[Command]:
+    """A job of two nodes. `sbatch --wait` ends with its exit code."""
+    log = Path(arguments[0]).with_name("slurm-%j.log")
+    options = ["--wait", "--nodes=2", f"--output={log}", "--open-mode=append"]
+    script = str(ROOT / "scripts" / "slurm" / "torchrun.sbatch")
+    given = {"ENGINE_NODES": "0", "GPUS_PER_NODE": "1", "PYTHON": sys.executable}
+    return [(["sbatch", *options, script, *arguments], given)]
+
+
 LAUNCHERS = {
     made.name: made
     for made in (
@@ -103,6 +125,17 @@ LAUNCHERS = {
         Launcher(
             "ray-nodes", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray_nodes
         ),
+    )
+}
+
+
+# On nodes with networks of their own.
+NETWORK = {
+    made.name: made
+    for made in (
+        replace(LAUNCHERS["torchrun"], commands=partial(_torchrun, head="node-0")),
+        replace(LAUNCHERS["ray-nodes"], commands=_ray_network),
+        Launcher("slurm", ("node", "engine", "rank", "service"), _slurm),
     )
 }
 
@@ -147,19 +180,27 @@ class Started:
     folder: Path
     log: Path
     commands: list[Command]
+    network: Network | None = None
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _lost: dict[int, float] = field(default_factory=dict)  # nodes -> when it was seen
 
     @classmethod
     def start(
-        cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path
+        cls,
+        launcher: Launcher,
+        folder: Path,
+        arguments: Sequence[str],
+        log: Path,
+        network: Network | None = None,
     ) -> Started:
-        started = cls(folder, log, launcher.commands(arguments))
-        started.nodes = [started._node(command) for command in started.commands]
+        started = cls(folder, log, launcher.commands(arguments), network)
+        started.nodes = [started._node(number) for number in range(len(started.commands))]
         return started
 
     def tend(self) -> None:
         """Restart lost nodes after a while, as a cluster would; the run ends with the first."""
+        if self.network is not None:
+            self.network.tend()
         now = time.monotonic()
         for number, code in enumerate(self.codes):
             if (
@@ -168,11 +209,14 @@ class Started:
                 and self.codes[0] is None
                 and now > self._lost.setdefault(number, now) + SETTLE_S
             ):
-                self.nodes[number] = self._node(self.commands[number])
+                self.nodes[number] = self._node(number)
                 del self._lost[number]
 
-    def _node(self, command: Command) -> subprocess.Popen[bytes]:
-        words, environment = command
+    def _node(self, number: int) -> subprocess.Popen[bytes]:
+        words, environment = self.commands[number]
+        if self.network is not None:
+            words = [*self.network.cluster.inside(self.network.cluster.nodes[number]), *words]
+            environment = {**environment, **self.network.environment}
         given = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -222,6 +266,8 @@ class Started:
 
     def victims(self, kind: str) -> list[list[psutil.Process]]:
         """The processes that a kill of this kind ends, for each victim, in a fixed order."""
+        if kind == "node" and self.network is not None and self.network.slurm is not None:
+            return [self.network.cluster.processes(1)]
         if kind == "node":
             return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
         if kind == "raylet":  # without the head's the run ends, as Ray has it

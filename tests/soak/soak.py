@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rlcore.runs.directory import RunDirectory
 from rollout.accounting.audit import audit
 from tests.integration.accounting_checks import accounting_faults
 from tests.soak.launchers import POLL_S, Launcher, Started
+from tests.soak.network import FAULTS, Network
 from tests.soak.progress import Moment, Progress, Timeline
 from tests.soak.workload import STEPS, prepare
 
@@ -41,6 +42,7 @@ class Survivor:
     launcher: str
     kind: str
     where: str  # the progress of the run at the kill
+    link: str = "sound"
     outcome: str = "went on"
     seconds: float = 0.0  # of all its lives
     faults: list[str] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Survivor:
     def cells(self) -> list[str]:
         return [
             self.launcher,
+            self.link,
             self.kind,
             self.where,
             self.outcome,
@@ -64,6 +67,7 @@ class Soak:
         reference: its undisturbed run serves every launcher; None: each has its own.
         conversations: of several turns, with branches and tries that fail, in place of one turn.
         adapters: train adapters in place of all weights.
+        network: nodes have networks of their own, with faults of their links.
 
     Raises RuntimeError where the undisturbed run fails: there is nothing to compare with then.
     """
@@ -76,7 +80,9 @@ class Soak:
         reference: Launcher | None = None,
         conversations: bool = False,
         adapters: bool = False,
+        network: bool = False,
     ) -> None:
+        self._network = network
         self.folder = folder
         self.config = prepare(folder, conversations=conversations, adapters=adapters)
         self._limit_s = limit_s
@@ -97,9 +103,16 @@ class Soak:
 
         Raises RuntimeError when none of the moments hits.
         """
+        fault = chance.choice(FAULTS) if self._network else ""
+        cut = self.timeline(launcher).draw(chance) if fault == "cut" else None
         for draw in range(DRAWS):
-            kill = Kill(kind, chance.randrange(2), self.timeline(launcher).draw(chance))
-            survivor = self._disturbed(f"{name}_{draw}" if draw else name, launcher, kill)
+            timeline = self.timeline(launcher)
+            kill = Kill(kind, chance.randrange(2), timeline.draw(chance))
+            tried = f"{name}_{draw}" if draw else name
+            with self._nodes(tried, launcher, fault) as network:
+                if network is not None and cut is not None:
+                    network.cut_at(self._run(tried), cut)
+                survivor = self._disturbed(tried, launcher, kill, network)
             if survivor is not None:
                 return survivor
         raise RuntimeError(f"{name}: no {kind} was there to be killed at any of {DRAWS} moments")
@@ -108,8 +121,12 @@ class Soak:
 
     def _undisturbed(self, launcher: Launcher) -> Timeline:
         name = f"undisturbed_{launcher.name}"
+        with self._nodes(name, launcher, "card") as network:
+            return self._observe(name, launcher, network)
+
+    def _observe(self, name: str, launcher: Launcher, network: Network | None) -> Timeline:
         began = time.monotonic()
-        started = self._start(name, launcher)
+        started = self._start(name, launcher, network)
         changes = [(0.0, Progress())]
         while not started.ended and time.monotonic() - began < self._limit_s:
             progress = Progress.of(started.folder)
@@ -124,18 +141,34 @@ class Soak:
             )
         return timeline
 
-    def _disturbed(self, name: str, launcher: Launcher, kill: Kill) -> Survivor | None:
+    @contextmanager
+    def _nodes(self, name: str, launcher: Launcher, fault: str) -> Iterator[Network | None]:
+        """The nodes of a run with networks of their own; None: they are all this machine."""
+        if not self._network:
+            yield None
+            return
+        with_slurm = launcher.name == "slurm"
+        network = Network(self.folder / f"{name}_nodes", fault, with_slurm=with_slurm)
+        try:
+            yield network
+        finally:
+            network.close()
+
+    def _disturbed(
+        self, name: str, launcher: Launcher, kill: Kill, network: Network | None
+    ) -> Survivor | None:
         """Run with one kill; None when the run ended well before the kill."""
         began = time.monotonic()
-        started = self._start(name, launcher)
+        started = self._start(name, launcher, network)
         victim = strike(started, kill, limit_s=self._limit_s)
         if victim is None:
             faults = [*self._end(started), *_how_it_ended(started)]
             seconds = time.monotonic() - began
-            return (
-                Survivor(launcher.name, kill.kind, "never", "failed by itself", seconds, faults)
-                if faults
-                else None
+            if not faults:
+                return None
+            link = network.link if network is not None else "sound"
+            return Survivor(
+                launcher.name, kill.kind, "never", link, "failed by itself", seconds, faults
             )
         survivor = Survivor(launcher.name, *victim)
         survivor.faults += self._end(started)
@@ -145,9 +178,10 @@ class Soak:
                 survivor.outcome = "was complete"
             else:
                 survivor.outcome = f"resumed after step {after}" if after else "began anew"
-                started = self._start(name, launcher, "--resume")
+                started = self._start(name, launcher, network, "--resume")
                 survivor.faults += [*self._end(started), *_how_it_ended(started)]
         survivor.seconds = time.monotonic() - began
+        survivor.link = network.link if network is not None else survivor.link
         survivor.faults += self._faults(started.folder, launcher)
         return survivor
 
@@ -175,12 +209,15 @@ class Soak:
             else [f"did not end within {self._limit_s:g} s"]
         )
 
-    def _start(self, name: str, launcher: Launcher, *arguments: str) -> Started:
+    def _start(
+        self, name: str, launcher: Launcher, network: Network | None, *arguments: str
+    ) -> Started:
         return Started.start(
             launcher,
             self._run(name),
             [str(self.config), f"run.name={name}", *arguments],
             self._log(name),
+            network,
         )
 
     def _run(self, name: str) -> Path:
