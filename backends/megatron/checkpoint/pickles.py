@@ -14,6 +14,7 @@ import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,18 @@ class _AllowListed(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class or function; see `pickle.Unpickler`."""
+        if (module, name) == ("builtins", "getattr"):
+            return self._enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise _refusal(str(self._path), f"{module}.{name}")
         return super().find_class(module, name)
+
+    def _enum_member(self, owner: Any, name: str) -> Enum:
+        """Do what `getattr` does in a pickle of Python 3.11.2: look up a member."""
+        if not (isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__):
+            raise _refusal(str(self._path), f"builtins.getattr of {owner!r} and {name!r}")
+        return owner[name]
 
 
 def _refusal(where: str, what: str) -> ModelError:

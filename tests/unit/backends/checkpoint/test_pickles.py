@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from backends.megatron.cpu.shim import importing_megatron
 
@@ -61,6 +64,40 @@ def test_what_rlcore_writes_is_read(tmp_path: Path) -> None:
             assert torch.equal(found["extra"], held)
         else:
             assert found["extra"] == held
+
+
+def by_getattr(member: enum.Enum, protocol: int) -> tuple[Any, tuple[Any, ...]]:
+    """Reduce a member of an enumeration as Python 3.11.2 does, which Debian 12 has."""
+    return getattr, (member.__class__, member.name)
+
+
+def test_metadata_of_every_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", by_getattr)
+    folder = saved(tmp_path / "a", None)
+    assert b"getattr" in (folder / METADATA).read_bytes()
+    assert torch.equal(read_sharded(state(None), folder)["weight"], torch.arange(4.0))
+
+
+class Reached:
+    """Looks up an attribute when it is unpickled."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.found = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, self.found
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Metadata, "__init__"), (WriteItemType, "__class__"), ("text", "format")]
+)
+def test_no_other_attribute_is_looked_up(tmp_path: Path, owner: object, name: str) -> None:
+    folder = saved(tmp_path / "a", None)
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    metadata.planner_data = Reached(owner, name)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ModelError, match=r"is refused: it would load builtins\.getattr of "):
+        check_metadata(folder)
 
 
 @pytest.mark.parametrize(
