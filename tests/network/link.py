@@ -26,6 +26,7 @@ TUNSETIFF = 0x400454CA
 IFF_TAP = 0x0002
 IFF_NO_PI = 0x1000
 FRAME = 1 << 16
+STDIN = 0
 
 
 def tap(name: str) -> int:
@@ -78,8 +79,8 @@ def main() -> None:
     }
     while True:
         wait_s = min(wire.deliver() for wire in wires.values())
-        ready = select.select([*wires, sys.stdin], [], [], wait_s)[0]
-        if sys.stdin in ready:
+        ready = select.select([*wires, STDIN], [], [], wait_s)[0]
+        if STDIN in ready:
             return
         for device in ready:
             # a device that is down has nothing

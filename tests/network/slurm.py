@@ -110,16 +110,16 @@ class Slurm:
         path = self.folder / f"job-{number}.log"
         return path.read_text() if path.exists() else ""
 
-    def strangers(self) -> list[list[str]]:
-        """The commands of what runs on the nodes, but for Slurm's daemons."""
-        commands = []
+    def tasks(self) -> list[psutil.Process]:
+        """What runs on the nodes, but for Slurm's daemons."""
+        found = []
         for node in range(len(self.cluster.nodes)):
             for process in self.cluster.processes(node):
                 with suppress(psutil.NoSuchProcess):
                     command = process.cmdline()
                     if command and command[0] not in DAEMONS and "slurmscriptd" not in command[-1]:
-                        commands.append(command)
-        return commands
+                        found.append(process)
+        return found
 
     @property
     def states(self) -> list[str]:
@@ -140,5 +140,5 @@ class Slurm:
         while not reached():
             if time.monotonic() > deadline:
                 logs = {log.name: log.read_text()[-2000:] for log in self.folder.glob("*-?.log")}
-                raise AssertionError(f"{otherwise}: {self.strangers()} {logs}")
+                raise AssertionError(f"{otherwise}: {self.tasks()} {logs}")
             time.sleep(0.1)

@@ -63,7 +63,7 @@ class Submitted(Nodes):
 
     def check_nothing_is_left(self) -> None:
         """On the nodes, but Slurm's daemons."""
-        self.slurm.until(lambda: not self.slurm.strangers(), "the job leaves processes")
+        self.slurm.until(lambda: not self.slurm.tasks(), "the job leaves processes")
 
 
 @pytest.mark.parametrize("script", TRAINED)
@@ -152,4 +152,4 @@ def test_the_job_s_exit_code_is_that_of_what_ended_it(
     )  # fmt: skip
     slurm.until(lambda: slurm.job(number)["JobState"] in OVER, "the job goes on")
     assert slurm.job(number)["ExitCode"] == code, slurm.said(number)
-    slurm.until(lambda: not slurm.strangers(), "the job leaves processes")
+    slurm.until(lambda: not slurm.tasks(), "the job leaves processes")

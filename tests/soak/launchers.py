@@ -246,7 +246,7 @@ class Started:
         return self.ended
 
     def processes(self) -> list[psutil.Process]:
-        """All processes below the nodes, and orphans.
+        """All processes below the nodes or, in a job of Slurm, on them, and orphans.
 
         Orphans have MARK in their environment, over which Ray's workers write their names.
         """
@@ -256,6 +256,8 @@ class Started:
             if node.poll() is None
             for child in _with_children(node.pid)
         }
+        if self.network is not None and self.network.slurm is not None:
+            below |= {task.pid for task in self.network.slurm.tasks()}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
