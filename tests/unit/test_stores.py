@@ -53,9 +53,8 @@ def test_a_bound_store_listens_on_its_address_alone() -> None:
 @pytest.mark.skipif(not elsewhere(), reason="this machine has loopback alone")
 def test_a_bound_store_may_be_for_others() -> None:
     store = bound_store(elsewhere()[0], 5.0)
+    # Another program may have the port at another address, so nothing is asked of it.
     assert listening(store.port) == [elsewhere()[0]]
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", store.port), timeout=5)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
