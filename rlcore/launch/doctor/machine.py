@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlcore.config import Config
-from rlcore.config.derived import generates
+from rlcore.config.derived import built_in_passes, generates
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.load import load_config
 from rlcore.errors import ModelError
@@ -167,21 +167,29 @@ def _run_folder(run: Run) -> Check:
 
 
 def _checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint with all weights and their optimizer.
+    """Return the bytes of a checkpoint with all weights and their optimizers.
 
-    0 if the model is not on this machine, or if the run trains adapters, which are small.
+    0 if the models are not on this machine, or if the run trains adapters, which are small.
     """
     if config.policy.lora is not None:
         return 0
+    passes = built_in_passes(config)
+    has_critic = passes is not None and passes.critic
+    paths = [config.model.path, *([config.critic.path or config.model.path] if has_critic else [])]
+    # Both moments in fp32, and next to weights in bf16 a copy in fp32.
+    per_parameter = 12 if config.model.dtype == "fp32" else 14
+    return per_parameter * sum(map(_parameters, paths))
+
+
+def _parameters(path: str) -> int:
+    """Return the parameters of a Hugging Face folder, by the sizes of its files."""
     stored: dict[str, Any] = {}
     # A folder that cannot be read is the model's error, not the disk's.
     with suppress(ModelError):
-        stored = read_config(config.model.path)
+        stored = read_config(path)
     is_fp32 = "float32" in (stored.get("dtype"), stored.get("torch_dtype"))
-    size = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-    # Both moments in fp32, and next to weights in bf16 a copy in fp32.
-    per_parameter = 12 if config.model.dtype == "fp32" else 14
-    return size * per_parameter // (4 if is_fp32 else 2)
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    return size // (4 if is_fp32 else 2)
 
 
 # --- network, clusters, keys ----------------------------------------------------------------------

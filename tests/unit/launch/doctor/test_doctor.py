@@ -321,6 +321,12 @@ def test_a_run_folder_that_cannot_be_written(examined):
         ("fp32", "bfloat16", [], "192.0 GiB for two checkpoints of about 96.0 GiB"),
         ("fp32", "float32", [], "192.0 GiB for two checkpoints of about 96.0 GiB"),
         ("fp32", "float32", ["policy.lora.rank=8"], ""),
+        (
+            "bf16",
+            "bfloat16",
+            ["algorithm.estimator.name=ppo"],
+            "448.0 GiB for two checkpoints of about 224.0 GiB",
+        ),
     ],
 )
 def test_a_disk_too_small_for_checkpoints(
