@@ -115,9 +115,9 @@ def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
                 value_head=model.value_head, dtype_bytes=b,
             )  # fmt: skip
             stepping = min(state, piece)
-            if not model.fp32_gradients:
-                # Those of a piece are converted.
-                stepping += piece // 3
+            if b < 4 and not model.fp32_gradients:
+                # Those of a piece are converted, to 4 bytes next to 12 of the state.
+                stepping += stepping // 3
             there = 0
         else:
             there = resident[f"{model.name} optimizer"] = state

@@ -55,6 +55,7 @@ CASES = [
     Case(("recipes/dapo/qwen2.5-math-7b.yaml",), "Qwen2.5-Math-7B", 4),
     Case(("recipes/gsm8k/qwen2.5-0.5b-grpo.yaml",), "Qwen2.5-0.5B", 4),
     Case(("recipes/qwen3-30b-a3b-grpo-1node.yaml",), "Qwen3-30B-A3B", 4),
+    Case(("recipes/qwen3-30b-a3b-grpo-2nodes.yaml",), "Qwen3-30B-A3B", 4),
     Case(("recipes/qwen3-30b-a3b-grpo-4nodes.yaml",), "Qwen3-30B-A3B", 4),
     Case(("recipes/qwen3-8b-lora-1gpu.yaml",), "Qwen3-8B", 4),
     Case(("recipes/qwen3-30b-a3b-lora-1node.yaml",), "Qwen3-30B-A3B", 4),

@@ -162,6 +162,23 @@ def test_in_fp32_on_cuda_keys_and_values_are_copied_to_all_heads_of_queries() ->
     assert normed[0] - normed[1] == (3 * q + 2 * q) - (q + 2 * k + q + 3 * q) + 4 * 100 * 2
 
 
+@pytest.mark.parametrize(("dtype_bytes", "is_converted"), [(2, True), (4, False)])
+def test_gradients_in_bf16_are_converted_for_a_piece(dtype_bytes: int, is_converted: bool) -> None:
+    """Next to 12 bytes of its state; those of an fp32 model are in fp32."""
+    stepping = []
+    for fp32_gradients in (True, False):
+        policy = Trained("policy", DENSE, offload_optimizer=True, fp32_gradients=fp32_gradients)
+        job = Job(
+            trained=(policy,), frozen=(), sequences=1, length=8, trainable=2, scoring_passes=0,
+            pack_tokens=16, dtype_bytes=dtype_bytes, vocab_multiple=1, chunk_elements=1,
+        )  # fmt: skip
+        layout = Layout()
+        found = stage_needs(layout, job.load(layout), job, 0)
+        stepping.append(found.phases["policy optimizer step"])
+    assert stepping[0] == (8 + 4 * (dtype_bytes == 2)) * policy.parameters
+    assert stepping[1] - stepping[0] == stepping[0] // 3 * is_converted
+
+
 TIED = replace(DENSE, tied=True)
 
 
