@@ -99,7 +99,7 @@ class BuildContext:
             )
             gradients.onload()
             model.config.finalize_model_grads_func = finalize_model_grads
-            # fp32 gradients need no loss scale.
+            # Gradients in fp32 or bf16 need no loss scale.
             model.config.grad_scale_func = None
 
     def adapt(self, model: Model) -> None:

@@ -88,9 +88,9 @@ class SenderRanks:
         self._gathers = False
         # What this rank has packed of each bucket, if engines read it from this rank's memory.
         self._packed: dict[int, Any] = {}
-        # On other ranks: the bucket at which the publication failed and what is still sent, and
-        # when they look again.
+        # The bucket at which the publication failed, and what is still sent.
         self._heard: tuple[int, Any] | None = None
+        # When a rank other than rank 0 looks for it again.
         self._next_look = 0.0
         # On rank 0: its own answer to its order, the pending call, the first failure.
         self._answers: dict[int, Any] = {}

@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from backends.megatron.checkpoint.save_load import (
     start_checkpoint,
 )
 from backends.megatron.checkpoint.shards import HostCopies
+from backends.megatron.cpu.shim import replaced
 from backends.megatron.parallel.state import ParallelState
 from rlcore import hf_folder
 from rlcore.config.sections.policy import ParallelConfig
@@ -63,6 +65,17 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@contextmanager
+def recording(result: str, parallel: ParallelState, done: str) -> Iterator[None]:
+    """Write what became of the work inside: `done`, or the error's class and message."""
+    outcome = done
+    try:
+        yield
+    except RlcoreError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    Path(f"{result}.rank{parallel.rank}").write_text(outcome)
+
+
 def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     """Write `result` once a rank: the error's class and message, or "loaded"."""
     folder = Path(case["copy"])
@@ -74,17 +87,13 @@ def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: Parallel
         Trained(name, Path(path), case["variant"], layout, parallel)
         for name, path in case["sources"].items()
     ]
-    try:
+    with recording(case["result"], parallel, "loaded"):
         if "weights_of" in case:
             for model in models:
                 saved: Saved = model.saved
                 load_weights(folder, case["weights_of"], saved.arch, saved.chunks, parallel)
         else:
             load_checkpoint(folder, [model.saved for model in models], parallel)
-        outcome = "loaded"
-    except RlcoreError as error:
-        outcome = f"{type(error).__name__}: {error}"
-    Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
     if "export" in case:
         for model in models:
             model.export(Path(case["export"]))
@@ -109,16 +118,10 @@ def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: Parall
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **options)
 
-    if parallel.rank == parallel.world_size - 1:
-        filesystem_async._write_item = until_full
-    try:
+    is_last = parallel.rank == parallel.world_size - 1
+    disk = replaced(filesystem_async, "_write_item", until_full) if is_last else nullcontext()
+    with recording(case["result"], parallel, "saved"), disk:
         save_checkpoint(Path(case["save"]), [model.saved], parallel)
-        outcome = "saved"
-    except RlcoreError as error:
-        outcome = f"{type(error).__name__}: {error}"
-    finally:
-        filesystem_async._write_item = real
-    Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
     assert not (Path(case["save"]) / MANIFEST).exists()
     model.step(1)  # training is unharmed
     exports = Path(case["save"]).with_name("exports")
@@ -126,17 +129,9 @@ def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: Parall
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    write = hf_folder._write
-    if parallel.rank == parallel.world_size - 1:
-        hf_folder._write = full
-    try:
+    disk = replaced(hf_folder, "_write", full) if is_last else nullcontext()
+    with recording(f"{case['result']}.export", parallel, "exported"), disk:
         model.export(exports, max_shard_bytes=1 << 14)
-        outcome = "exported"
-    except RlcoreError as error:
-        outcome = f"{type(error).__name__}: {error}"
-    finally:
-        hf_folder._write = write
-    Path(f"{case['result']}.export.rank{parallel.rank}").write_text(outcome)
     dist.barrier()
     assert not list(exports.iterdir()), "nothing is left of it"
 
@@ -155,7 +150,7 @@ def try_file_of_rank_0(
     if parallel.rank == 0:
         (folder / "policy" / case["file"] / "something").mkdir(parents=True)
     dist.barrier()
-    try:
+    with recording(case["result"], parallel, "saved"):
         if case["in_thread"]:
             pending = start_checkpoint(folder, [model.saved], parallel, HostCopies())
             while pending.written() is None:
@@ -163,9 +158,5 @@ def try_file_of_rank_0(
             pending.finish()
         else:
             save_checkpoint(folder, [model.saved], parallel)
-        outcome = "saved"
-    except RlcoreError as error:
-        outcome = f"{type(error).__name__}: {error}"
-    Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
     assert not (folder / MANIFEST).exists()
     model.step(1)  # no rank is in another collective

@@ -22,7 +22,7 @@ COLUMNS = ("seed", "launcher", "link", "killed", "when", "the run", "seconds", "
 NAMES = {**LAUNCHERS, **NETWORK}
 
 
-def main() -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/soak.sh", description=__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on")
@@ -67,8 +67,16 @@ def main() -> int:
         default=Path("runs/soak"),
         help="of models, runs and logs; must be new",
     )
-    arguments = parser.parse_args()
-    known = NETWORK if arguments.network else LAUNCHERS
+    return parser
+
+
+def _known(arguments: argparse.Namespace) -> dict[str, Launcher]:
+    return NETWORK if arguments.network else LAUNCHERS
+
+
+def _lanes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[list[Launcher]]:
+    """The launchers of each lane; ends the program if one cannot be had."""
+    known = _known(arguments)
     if arguments.network and (reason := why_not()):
         parser.error(f"--network: {reason}")
     skipped = why_no_slurm() if arguments.network else ""
@@ -87,13 +95,20 @@ def main() -> int:
             parser.error(
                 f"--kind: {launcher.name} knows {', '.join(dict.fromkeys(launcher.kinds))}"
             )
+    return lanes
+
+
+def main() -> int:
+    parser = _parser()
+    arguments = parser.parse_args()
+    lanes = _lanes(parser, arguments)
     if arguments.folder.exists():
         parser.error(f"{arguments.folder} exists: name another --folder, or delete it")
     arguments.folder.mkdir(parents=True)
     soak = Soak(
         arguments.folder.resolve(),
         limit_s=arguments.limit,
-        reference=known.get(arguments.reference),
+        reference=_known(arguments).get(arguments.reference),
         conversations=arguments.conversations,
         adapters=arguments.adapters,
         network=arguments.network,
