@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# A call of Ray's outside a cluster fails, where Ray would start or join one that nobody ends.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 # The same examples each time; scripts/test.sh --full looks for new ones
 # (--hypothesis-profile=default). An example that takes long is no error on a busy machine.

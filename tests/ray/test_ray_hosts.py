@@ -18,6 +18,7 @@ from rlcore.launch.ray import engine_hosts
 from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
 from rollout.engines.child_process import ChildServer, members
 from rollout.engines.factories import Keys
+from rollout.weight_sync.process_group import NODE
 from tests.configs import small_config
 
 LOADS = """
@@ -61,8 +62,11 @@ class Loading(ChildServer):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loading:
-    """Replaces the server of every `EngineHost`."""
+    """Replaces the server of every `EngineHost`, and its node."""
     loading = Loading(tmp_path)
+    node = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(engine_hosts.ray, "get_runtime_context", lambda: node)
+    monkeypatch.setenv(NODE, "")
     monkeypatch.setattr(engine_hosts, "_server", lambda *arguments: loading)
     return loading
 
