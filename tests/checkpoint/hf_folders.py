@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+
+from rlcore.hf_folder import INDEX
 
 VOCAB = 31  # odd, so that TP 2 pads it
 
@@ -88,6 +92,20 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
             if hasattr(router, "e_score_correction_bias"):  # fp32 in every folder
                 router.e_score_correction_bias = torch.randn(router.num_experts)
     model.save_pretrained(folder, max_shard_size="20KB")
+    if "n_routed_experts" in keys:
+        _add_prediction_layer(folder, config.num_hidden_layers, dtype)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
+
+
+def _add_prediction_layer(folder: Path, layer: int, dtype: torch.dtype) -> None:
+    """Add a layer behind the last, which transformers leaves out and exports carry."""
+    tensors = {
+        f"model.layers.{layer}.eh_proj.weight": torch.randn(32, 64, dtype=dtype),
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias": torch.randn(4),
+    }
+    save_file(tensors, folder / "predict.safetensors", {"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "predict.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))

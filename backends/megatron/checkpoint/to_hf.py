@@ -24,8 +24,13 @@ from backends.megatron.checkpoint.pieces import PieceReader
 from backends.megatron.checkpoint.save_load import MANIFEST, check_architecture, read_manifest
 from backends.megatron.checkpoint.shards import read_errors
 from backends.megatron.convert.adapters import factor_rows
-from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
-from backends.megatron.convert.folder import FolderWriter
+from backends.megatron.convert.architecture import (
+    Architecture,
+    model_entries,
+    part_shapes,
+    tensor_shapes,
+)
+from backends.megatron.convert.folder import FolderWriter, carried_tensors
 from backends.megatron.convert.layout import EXPERT, LAYER, Slice, unpack, weight_specs
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.table import FUSED_NORMS, Entry
@@ -35,8 +40,8 @@ from rlcore.errors import ModelError
 
 _NAME = "policy"
 
-# Reads the Hugging Face tensors of an entry.
-Read = Callable[[Entry], list[Tensor]]
+# Reads the Hugging Face tensors of an entry, by name.
+Read = Callable[[Entry], dict[str, Tensor]]
 
 
 def checkpoint_to_hf(
@@ -81,12 +86,13 @@ def checkpoint_to_hf(
         elif merged:
             raise ModelError(f"{checkpoint}: it has all weights, there is nothing to merge")
         sources = (arch.folder, tokenizer or arch.folder)
-        writer = FolderWriter(folder, specs, max_shard_bytes, sources)
+        carried = carried_tensors(arch) if head == "lm" else ()
+        writer = FolderWriter(folder, specs, max_shard_bytes, sources, carried=carried)
         stack.callback(writer.abandon)
         remaining = iter(specs)
         # Entries in the order of `specs`.
         for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
-            for tensor in read(entry):
+            for tensor in read(entry).values():
                 spec = next(remaining)
                 writer.add(spec.name, tensor.to(spec.torch_dtype).reshape(spec.shape))
         writer.complete()
@@ -101,25 +107,25 @@ def _reader(base: Path, arch: Architecture, stack: ExitStack) -> Read:
         raise ModelError(f"{base}: the weights below the adapters are not there any more")
     source = stack.enter_context(SafetensorsFolder(base))
 
-    def read(entry: Entry) -> list[Tensor]:
-        shapes = hf_shapes(arch, entry)
-        return [source.read(name, shape, Slice(None)) for name, shape in zip(entry.hf, shapes)]
+    def read(entry: Entry) -> dict[str, Tensor]:
+        shapes = tensor_shapes(arch, entry)
+        return {name: source.read(name, shape, Slice(None)) for name, shape in shapes.items()}
 
     return read
 
 
 def _merged(
     entry: Entry, read: Read, factors: Mapping[str, Tensor], lora: LoraConfig
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """An entry's tensors with the products of their adapters, added in fp32."""
-    found = []
-    for name, tensor in zip(entry.hf, read(entry)):
+    found = {}
+    for name, tensor in read(entry).items():
         module = name.removesuffix(".weight")
         if (b := factors.get(f"{module}.lora_B.weight")) is not None:
             a = factors[f"{module}.lora_A.weight"].float()
             product = (b.float() @ a).mul_(lora.alpha / a.size(0))
             tensor = product.view(tensor.shape).add_(tensor)
-        found.append(tensor)
+        found[name] = tensor
     return found
 
 
@@ -139,17 +145,21 @@ class StoredParameters:
             if isinstance(stored, dcp.TensorStorageMetadata)
         }
 
-    def as_hf(self, entry: Entry, arch: Architecture) -> list[Tensor]:
-        """The Hugging Face tensors of an entry, as views of its parameter."""
-        shapes = hf_shapes(arch, entry)
+    def as_hf(self, entry: Entry, arch: Architecture) -> dict[str, Tensor]:
+        """The Hugging Face tensors of an entry, by name."""
+        shapes = part_shapes(arch, entry)
         parameter = self.read(entry.megatron)
         if parameter.numel() < sum(map(math.prod, shapes)):
             raise ModelError(
                 f"checkpoint {self._folder}: {entry.megatron} has the shape"
-                f" {tuple(parameter.shape)}, expected what {dict(zip(entry.hf, shapes))} make"
+                f" {tuple(parameter.shape)}, expected what {tensor_shapes(arch, entry)} make"
             )
         rows = [shape[0] for shape in shapes]
-        return unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
+        pieces = unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
+        parts: dict[str, list[Tensor]] = {}
+        for part, piece, shape in zip(entry.parts, pieces, shapes):
+            parts.setdefault(part.name, []).append(piece.reshape(shape))
+        return {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
 
     def read(self, megatron: str) -> Tensor:
         """Read a parameter from all of its stored boxes."""

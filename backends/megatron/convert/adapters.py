@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from backends.megatron.convert.architecture import Architecture, hf_shapes
+from backends.megatron.convert.architecture import Architecture, part_shapes
 from backends.megatron.convert.table import Entry, Split
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError
@@ -16,7 +16,7 @@ ALL_LINEAR = "all-linear"
 
 LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
-_LINEAR = {Split.QKV, Split.GATED, Split.COLUMN, Split.ROW}
+_LINEAR = {Split.QKV, Split.STACKED, Split.COLUMN, Split.ROW}
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class Adapted:
     entry: Entry
     pieces: tuple[int, ...]  # indices among the entry's matrices
     rank: int
+
+    @property
+    def modules(self) -> dict[int, str]:
+        """Index of each matrix -> its layer's name in transformers: `...self_attn.q_proj`."""
+        return {
+            index: self.entry.parts[index].name.removesuffix(".weight") for index in self.pieces
+        }
 
 
 def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]:
@@ -40,12 +47,12 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
     found: dict[str, Adapted] = {}
     known: set[str] = set()
     for entry in linear_entries(arch):
-        known.update(map(target_name, entry.hf))
+        known.update(map(target_name, entry.names))
         rank = config.rank if entry.expert is None else expert_rank
         pieces = tuple(
             index
-            for index, name in enumerate(entry.hf)
-            if {ALL_LINEAR, target_name(name)} & set(config.targets)
+            for index, part in enumerate(entry.parts)
+            if {ALL_LINEAR, target_name(part.name)} & set(config.targets)
         )
         if pieces and rank:
             found[entry.megatron] = Adapted(entry, pieces, rank)
@@ -67,6 +74,11 @@ def linear_entries(arch: Architecture) -> Iterator[Entry]:
     """The weights that can have adapters, in the order of a forward pass."""
     for entry in arch.entries():
         if entry.split in _LINEAR and entry.megatron.endswith(".weight"):
+            if len(entry.names) < len(entry.parts):
+                raise ConfigError(
+                    f"policy.lora: {entry.names[0]} of {arch.family} is one matrix of several"
+                    " parts, which cannot have an adapter"
+                )
             yield entry
 
 
@@ -78,19 +90,20 @@ def target_name(tensor: str) -> str:
 def factor_entries(arch: Architecture, adapted: Adapted) -> list[tuple[Entry, tuple[int, int]]]:
     """A row of the conversion table for each A and B of a weight, and the factor's whole shape.
 
-    TP splits B of a column-parallel and A of a row-parallel layer; the other is whole on all ranks.
+    TP splits B of a column-parallel and A of a row-parallel layer, along the same dimension as the
+    weight; the other is whole on all ranks.
     """
     by_row = adapted.entry.split is Split.ROW
     splits = (Split.ROW, Split.REPLICATED) if by_row else (Split.REPLICATED, Split.COLUMN)
-    shapes = hf_shapes(arch, adapted.entry)
+    shapes = part_shapes(arch, adapted.entry)
     found = []
-    for index in adapted.pieces:
+    for index, module in adapted.modules.items():
         out, width = shapes[index]
-        module = adapted.entry.hf[index].removesuffix(".weight")
         factors = {"lora_A": (adapted.rank, width), "lora_B": (out, adapted.rank)}
         for (factor, shape), split in zip(factors.items(), splits):
             name = f"{module}.{factor}.weight"
-            row = replace(adapted.entry, megatron=name, hf=(name,), split=split)
+            part = replace(adapted.entry.parts[index], name=name)
+            row = replace(adapted.entry, megatron=name, parts=(part,), split=split)
             found.append((row, shape))
     return found
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from backends.megatron.convert.families import FAMILIES
-from backends.megatron.convert.fields import latent_shapes
-from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Family, Split
+from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Family
 from rlcore.planning.shape import ModelShape
 
 
@@ -65,10 +65,52 @@ class Architecture:
     @property
     def shape(self) -> ModelShape:
         """The sizes of the model, for plans and costs."""
-        latent = sum(math.prod(size) for size in latent_shapes(self.transformer).values())
+        latent = 0
+        if self.latent_attention:
+            first = "decoder.layers.0.self_attention."
+            own = [entry for entry in self.entries() if entry.megatron.startswith(first)]
+            latent = sum(math.prod(shape) for entry in own for shape in part_shapes(self, entry))
         return ModelShape.of_fields(
             self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings, latent=latent
         )
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by which the tables give shapes.
+
+        `query` and `key` are the rows of the projections, `attended` is the width of all heads'
+        values; `q_low` to `kv_up` belong to latent attention.
+        """
+        t = self.transformer
+        heads = t["num_attention_heads"]
+        head = t["kv_channels"]
+        sizes = {
+            "one": 1,
+            "vocab": self.vocab_size,
+            "hidden": t["hidden_size"],
+            "ffn": t["ffn_hidden_size"],
+            "experts": self.num_experts,
+            "expert_ffn": t.get("moe_ffn_hidden_size"),
+            "shared_ffn": t.get("moe_shared_expert_intermediate_size"),
+            "head": head,
+            "query": heads * head,
+            "key": t["num_query_groups"] * head,
+            "attended": heads * t.get("v_head_dim", head),
+        }
+        if self.latent_attention:
+            low = t["kv_lora_rank"]
+            sizes |= {
+                "q_low": t["q_lora_rank"],
+                "kv_low": low,
+                "kv_down": low + t["qk_pos_emb_head_dim"],
+                "kv_up": heads * (t["qk_head_dim"] + t["v_head_dim"]),
+            }
+        return sizes
+
+    @property
+    def layer_kinds(self) -> list[tuple[str, ...]]:
+        """For each layer, the words by which the table chooses its entries."""
+        return [("moe" if has else "dense",) for has in self.moe_layers]
 
     @property
     def moe_layers(self) -> list[bool]:
@@ -92,7 +134,7 @@ class Architecture:
 
     def entries(self) -> list[Entry]:
         """The table expanded to every layer and expert, in the order of a forward pass."""
-        expanded = self.table.expand(self.moe_layers, self.num_experts)
+        expanded = self.table.expand(self.layer_kinds, self.num_experts)
         return [entry for entry in expanded if entry.is_in(self.transformer)]
 
 
@@ -109,8 +151,8 @@ def model_entries(arch: Architecture, head: str) -> list[Entry]:
 
 def weight_tensors(
     arch: Architecture, dtype: str, head: str
-) -> Iterator[tuple[Entry, str, tuple[int, ...], str]]:
-    """Yield entry, name, shape and dtype of every tensor, in the order of a publication.
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield name, shape and dtype of every tensor, in the order of a publication.
 
     This is the order of a forward pass, except that weights with a fixed dtype come last, since no
     bucket mixes dtypes. Tied models have no `lm_head.weight`; vocabulary padding is left out.
@@ -119,41 +161,20 @@ def weight_tensors(
         dtype: the dtype of all other weights, such as "bfloat16".
     """
     for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
-        for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
-            yield entry, name, shape, entry.dtype or dtype
+        for name, shape in tensor_shapes(arch, entry).items():
+            yield name, shape, entry.dtype or dtype
 
 
-def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
+def tensor_shapes(arch: Architecture, entry: Entry) -> dict[str, tuple[int, ...]]:
     """The full shape of each Hugging Face tensor of an entry, without vocabulary padding."""
-    t = arch.transformer
-    hidden = t["hidden_size"]
-    width = "ffn_hidden_size"
-    if entry.expert is not None:
-        width = "moe_ffn_hidden_size"
-    elif ".shared_experts." in entry.megatron:
-        width = "moe_shared_expert_intermediate_size"
-    ffn = t[width]
-    head_dim = t["kv_channels"]
-    query = t["num_attention_heads"] * head_dim
-    key = t["num_query_groups"] * head_dim
-    if entry.split is Split.VOCAB:
-        return [(arch.vocab_size, hidden)]
-    if latent := latent_shapes(t).get(entry.megatron.rpartition(".self_attention.")[2]):
-        return [latent]
-    if entry.split is Split.GATED:
-        return [(ffn, hidden), (ffn, hidden)]
-    if entry.split is Split.QKV:
-        tail = () if entry.megatron.endswith(".bias") else (hidden,)
-        return [(query, *tail), (key, *tail), (key, *tail)]
-    if entry.split is Split.ROW:
-        return [(hidden, ffn if ".mlp." in entry.megatron else query)]
-    if entry.megatron == VALUE_HEAD or entry.megatron.endswith(".shared_experts.gate_weight"):
-        return [(1, hidden)]
-    if entry.megatron.endswith(".router.weight"):
-        return [(arch.num_experts, hidden)]
-    if entry.megatron.endswith(".router.expert_bias"):
-        return [(arch.num_experts,)]
-    if entry.split is Split.REPLICATED:
-        per_head = entry.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-        return [(head_dim if per_head else hidden,)]
-    raise TypeError(f"{entry.megatron}: no shape rule for a {entry.split.value} split")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in entry.parts:
+        rows, *rest = part.sizes(arch.sizes)
+        end = part.first_row(arch.sizes) + rows
+        shapes[part.name] = (max(end, *shapes.get(part.name, (0,))[:1]), *rest)
+    return shapes
+
+
+def part_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
+    """The full shape of each part of an entry, without vocabulary padding."""
+    return [part.sizes(arch.sizes) for part in entry.parts]

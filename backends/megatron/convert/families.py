@@ -6,6 +6,7 @@ To add a family, write its table here and add it to `FAMILIES`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from backends.megatron.convert import config_fields
 from backends.megatron.convert.table import (
@@ -15,7 +16,7 @@ from backends.megatron.convert.table import (
     Entry,
     Experts,
     Family,
-    Layers,
+    Part,
     Split,
 )
 
@@ -28,51 +29,64 @@ _ATTENTION_H = _H + "self_attn."
 def _gated(
     megatron: str,
     hf: str,
-    layers: Layers,
+    layers: str,
+    width: str,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Entry, Entry]:
     """A gated feed-forward net; `names` are its gate, up and down projections."""
     gate, up, down = (f"{hf}{name}.weight" for name in names)
+    wide = tuple(Part(name, (width, "hidden")) for name in (gate, up))
     return (
-        Entry(megatron + "linear_fc1.weight", (gate, up), Split.GATED, layers),
-        Entry(megatron + "linear_fc2.weight", (down,), Split.ROW, layers),
+        Entry(megatron + "linear_fc1.weight", wide, Split.STACKED, layers),
+        Entry(megatron + "linear_fc2.weight", (Part(down, ("hidden", width)),), Split.ROW, layers),
+    )
+
+
+def _whole(
+    megatron: str, hf: str, *shape: str, split: Split = Split.REPLICATED, **options: Any
+) -> Entry:
+    """The row of one tensor."""
+    return Entry(megatron, (Part(hf, shape),), split, **options)
+
+
+def _qkv(kind: str, *tail: str, where: str | None = None) -> Entry:
+    """The row of three projections, or of their biases."""
+    return Entry(
+        _ATTENTION_M + f"linear_qkv.{kind}",
+        tuple(
+            Part(_ATTENTION_H + f"{name}_proj.{kind}", (rows, *tail))
+            for name, rows in (("q", "query"), ("k", "key"), ("v", "key"))
+        ),
+        Split.QKV,
+        where=where,
     )
 
 
 # Everything except the feed-forward nets.
 TRUNK = (
-    Entry(WORD_EMBEDDING, ("model.embed_tokens.weight",), Split.VOCAB),
-    Entry(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Split.REPLICATED),
-    Entry(
-        _ATTENTION_M + "linear_qkv.weight",
-        (
-            _ATTENTION_H + "q_proj.weight",
-            _ATTENTION_H + "k_proj.weight",
-            _ATTENTION_H + "v_proj.weight",
-        ),
-        Split.QKV,
+    _whole(WORD_EMBEDDING, "model.embed_tokens.weight", "vocab", "hidden", split=Split.VOCAB),
+    _whole(_M + "input_layernorm.weight", _H + "input_layernorm.weight", "hidden"),
+    _qkv("weight", "hidden"),
+    _whole(
+        _ATTENTION_M + "linear_proj.weight",
+        _ATTENTION_H + "o_proj.weight",
+        "hidden",
+        "attended",
+        split=Split.ROW,
     ),
-    Entry(_ATTENTION_M + "linear_proj.weight", (_ATTENTION_H + "o_proj.weight",), Split.ROW),
-    Entry(
-        _M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), Split.REPLICATED
-    ),
-    Entry("decoder.final_layernorm.weight", ("model.norm.weight",), Split.REPLICATED),
-    Entry(OUTPUT_LAYER, ("lm_head.weight",), Split.VOCAB),
-    Entry(VALUE_HEAD, ("score.weight",), Split.REPLICATED),
+    _whole(_M + "pre_mlp_layernorm.weight", _H + "post_attention_layernorm.weight", "hidden"),
+    _whole("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
+    _whole(OUTPUT_LAYER, "lm_head.weight", "vocab", "hidden", split=Split.VOCAB),
+    _whole(VALUE_HEAD, "score.weight", "one", "hidden"),
 )
-_DENSE = (*TRUNK, *_gated(_M + "mlp.", _H + "mlp.", "dense"))
+_DENSE = (*TRUNK, *_gated(_M + "mlp.", _H + "mlp.", "dense", "ffn"))
 
-_QKV_BIAS = Entry(
-    _ATTENTION_M + "linear_qkv.bias",
-    (_ATTENTION_H + "q_proj.bias", _ATTENTION_H + "k_proj.bias", _ATTENTION_H + "v_proj.bias"),
-    Split.QKV,
-    where="add_qkv_bias",
-)
+_QKV_BIAS = _qkv("bias", where="add_qkv_bias")
 _QK_NORM = tuple(
-    Entry(
+    _whole(
         _ATTENTION_M + f"{name}_layernorm.weight",
-        (_ATTENTION_H + f"{name}_norm.weight",),
-        Split.REPLICATED,
+        _ATTENTION_H + f"{name}_norm.weight",
+        "head",
         where="qk_layernorm",
     )
     for name in ("q", "k")
@@ -83,8 +97,10 @@ def _routed(module: str, names: tuple[str, str, str]) -> tuple[Entry, ...]:
     """A router and its experts; `names` as in `_gated`."""
     expert = _M + "mlp.experts.local_experts.{expert}."
     return (
-        Entry(_M + "mlp.router.weight", (_H + module + "gate.weight",), Split.REPLICATED, "moe"),
-        *_gated(expert, _H + module + "experts.{expert}.", "moe", names),
+        _whole(
+            _M + "mlp.router.weight", _H + module + "gate.weight", "experts", "hidden", layers="moe"
+        ),
+        *_gated(expert, _H + module + "experts.{expert}.", "moe", "expert_ffn", names),
     )
 
 
@@ -101,8 +117,14 @@ QWEN2 = Family(
     qkv_bias=True,
 )
 
-# MiMo: Qwen2 with layers that predict further tokens, which are left out.
-MIMO = replace(QWEN2, model_type="mimo", class_prefix="MiMo", fields=config_fields.MIMO)
+# MiMo: Qwen2 with layers that predict further tokens.
+MIMO = replace(
+    QWEN2,
+    model_type="mimo",
+    class_prefix="MiMo",
+    fields=config_fields.MIMO,
+    carried=("model.mtp_layers.",),
+)
 
 # Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.
 QWEN3 = Family(
@@ -120,12 +142,13 @@ QWEN2_MOE = Family(
     entries=(
         *QWEN2.entries,
         *_EXPERTS,
-        *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_expert.", "moe"),
-        Entry(
+        *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_expert.", "moe", "shared_ffn"),
+        _whole(
             _M + "mlp.shared_experts.gate_weight",
-            (_H + "mlp.shared_expert_gate.weight",),
-            Split.REPLICATED,
-            "moe",
+            _H + "mlp.shared_expert_gate.weight",
+            "one",
+            "hidden",
+            layers="moe",
         ),
     ),
     fields=config_fields.QWEN2_MOE,
@@ -165,37 +188,39 @@ MIXTRAL = Family(
 
 
 def _low_rank(
-    megatron: str,
-    hf: str,
-    split: Split = Split.COLUMN,
-    *,
-    where: str | None = None,
-    unless: str | None = None,
+    megatron: str, hf: str, *shape: str, split: Split = Split.COLUMN, **options: Any
 ) -> Entry:
-    return Entry(_ATTENTION_M + megatron, (_ATTENTION_H + hf,), split, where=where, unless=unless)
+    return _whole(_ATTENTION_M + megatron, _ATTENTION_H + hf, *shape, split=split, **options)
 
 
+_WITH_LOW_QUERY: dict[str, Any] = {"where": "q_lora_rank"}
 _LATENT_ATTENTION = (
-    _low_rank("linear_q_proj.weight", "q_proj.weight", unless="q_lora_rank"),
-    _low_rank("linear_q_down_proj.weight", "q_a_proj.weight", where="q_lora_rank"),
-    _low_rank("q_layernorm.weight", "q_a_layernorm.weight", Split.REPLICATED, where="q_lora_rank"),
-    _low_rank("linear_q_up_proj.weight", "q_b_proj.weight", where="q_lora_rank"),
-    _low_rank("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
-    _low_rank("kv_layernorm.weight", "kv_a_layernorm.weight", Split.REPLICATED),
-    _low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight"),
+    _low_rank("linear_q_proj.weight", "q_proj.weight", "query", "hidden", unless="q_lora_rank"),
+    _low_rank("linear_q_down_proj.weight", "q_a_proj.weight", "q_low", "hidden", **_WITH_LOW_QUERY),
+    _low_rank(
+        "q_layernorm.weight",
+        "q_a_layernorm.weight",
+        "q_low",
+        split=Split.REPLICATED,
+        **_WITH_LOW_QUERY,
+    ),
+    _low_rank("linear_q_up_proj.weight", "q_b_proj.weight", "query", "q_low", **_WITH_LOW_QUERY),
+    _low_rank("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "kv_down", "hidden"),
+    _low_rank("kv_layernorm.weight", "kv_a_layernorm.weight", "kv_low", split=Split.REPLICATED),
+    _low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight", "kv_up", "kv_low"),
 )
 
 # Experts with sigmoid routers with a bias, and experts that every token passes through.
 _BIASED_ROUTER = (
-    Entry(
+    _whole(
         _M + "mlp.router.expert_bias",
-        (_H + "mlp.gate.e_score_correction_bias",),
-        Split.REPLICATED,
-        "moe",
+        _H + "mlp.gate.e_score_correction_bias",
+        "experts",
+        layers="moe",
         dtype="float32",
     ),
     *_EXPERTS,
-    *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe"),
+    *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe", "shared_ffn"),
 )
 _SIGMOID_EXPERTS = Experts(
     count=("n_routed_experts", "num_local_experts"),
@@ -205,13 +230,11 @@ _SIGMOID_EXPERTS = Experts(
     scoring="sigmoid",
 )
 
-# DeepSeek-V3 and Moonlight: latent attention, and experts with sigmoid routers with a bias. As in
-# transformers, the layers that predict further tokens (`num_nextn_predict_layers`) are left out.
+# DeepSeek-V3 and Moonlight: latent attention, and experts with sigmoid routers with a bias.
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     class_prefix="DeepseekV3",
     entries=(
-        # o_proj stays in the table, with another shape.
         *(entry for entry in _DENSE if "linear_qkv" not in entry.megatron),
         *_LATENT_ATTENTION,
         *_BIASED_ROUTER,

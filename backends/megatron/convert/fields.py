@@ -224,35 +224,6 @@ def latent_fields(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
     }
 
 
-def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a latent attention, by the last part of its Megatron name.
-
-    Empty for other kinds of attention.
-    """
-    if not fields.get("multi_latent_attention"):
-        return {}
-    heads = fields["num_attention_heads"]
-    hidden = fields["hidden_size"]
-    latent = fields["kv_lora_rank"]
-    query = heads * fields["kv_channels"]
-    value = heads * fields["v_head_dim"]
-    low = fields["q_lora_rank"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "linear_kv_down_proj.weight": (latent + fields["qk_pos_emb_head_dim"], hidden),
-        "kv_layernorm.weight": (latent,),
-        "linear_kv_up_proj.weight": (heads * fields["qk_head_dim"] + value, latent),
-        "linear_proj.weight": (hidden, value),
-    }
-    if low is None:
-        return {**shapes, "linear_q_proj.weight": (query, hidden)}
-    return {
-        **shapes,
-        "linear_q_down_proj.weight": (low, hidden),
-        "q_layernorm.weight": (low,),
-        "linear_q_up_proj.weight": (query, low),
-    }
-
-
 def _rotary_fields(rope: Rope) -> dict[str, Any]:
     if rope.kind == "default":
         return {

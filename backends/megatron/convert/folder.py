@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.read import open_shard, tensor_files
 from rlcore.errors import ModelError, RunFailed
-from rlcore.hf_folder import ShardWriter, copy_companions, write_json
+from rlcore.hf_folder import DTYPE_NAMES, ShardWriter, copy_companions, write_json
 from rlcore.runs.files import sync, sync_tree
 from rlcore.weights import TensorSpec, cut_buckets
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A tensor of the model's folder that an export copies."""
+
+    spec: TensorSpec
+    file: Path
+
+
+def carried_tensors(arch: Architecture) -> list[Carried]:
+    """The tensors that an export of the language model copies: see `Family.carried`.
+
+    Raises ModelError if a file cannot be read, or has a tensor of a dtype that no model has.
+    """
+    table = arch.table
+    layer = re.compile(re.escape(table.in_folder("model.layers.")) + r"(\d+)\.")
+    known = {short: name for name, short in DTYPE_NAMES.items()}
+    found = []
+    for name, file in tensor_files(arch.folder).items():
+        number = layer.match(name)
+        behind = number is not None and int(number[1]) >= arch.num_layers
+        if not behind and not name.startswith(table.carried):
+            continue
+        path = arch.folder / file
+        with open_shard(path, "numpy") as shard:
+            stored = shard.get_slice(name)
+            dtype = known.get(stored.get_dtype())
+            shape = tuple(stored.get_shape())
+        if dtype is None:
+            raise ModelError(
+                f"{path}: {name} is {stored.get_dtype()}, expected {', '.join(known)}; convert the"
+                " folder to bf16 first"
+            )
+        found.append(Carried(TensorSpec(name, shape, dtype), path))
+    # A shard has one dtype.
+    return sorted(found, key=lambda tensor: tensor.spec.dtype)
 
 
 class FolderWriter:
@@ -25,6 +66,7 @@ class FolderWriter:
     Args:
         folder: an earlier export in it is replaced when the new one is complete.
         sources: the folders of the model and its tokenizer.
+        carried: tensors that follow, and that every writer reads by itself.
         number, writers: which of several writers this is.
 
     Raises ModelError if `folder` holds something else, or is one of the sources, and RunFailed as
@@ -38,6 +80,7 @@ class FolderWriter:
         max_shard_bytes: int,
         sources: Sequence[Path],
         *,
+        carried: Sequence[Carried] = (),
         number: int = 0,
         writers: int = 1,
     ) -> None:
@@ -63,7 +106,8 @@ class FolderWriter:
             shutil.rmtree(self._aside, ignore_errors=True)
             with self._disk_errors():
                 self._aside.mkdir(parents=True)
-        shards = cut_buckets(specs, max_shard_bytes)
+        self._carried = carried
+        shards = cut_buckets([*specs, *(tensor.spec for tensor in carried)], max_shard_bytes)
         self._shards = ShardWriter(self._aside, shards, number=number, writers=writers)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -80,13 +124,16 @@ class FolderWriter:
             self._failure = error
 
     def complete(self) -> None:
-        """Flush this writer's files to the disk.
+        """Copy the carried tensors, and flush this writer's files to the disk.
 
         Raises RunFailed naming the folder and the reason if something could not be written.
         """
         with self._disk_errors():
             if self._failure is not None:
                 raise self._failure
+            for tensor in self._carried:
+                with open_shard(tensor.file, "pt") as shard:
+                    self._shards.add(tensor.spec.name, shard.get_tensor(tensor.spec.name))
             for path in self._shards.files:
                 sync(path)
 

@@ -1,7 +1,7 @@
 """The parameters of a built model, and the Hugging Face tensors that they are made of.
 
 Both directions are views and copies of the same elements, so a round trip is bit-exact. A piece is
-the rank's slice of a Hugging Face tensor:
+the rank's slice of a part of a Hugging Face tensor:
 
     load     pieces                        -> `pack`   -> the rank's Megatron parameter
     export   the rank's Megatron parameter -> `unpack` -> pieces, as views
@@ -46,6 +46,25 @@ class Slice:
         """The shape of the part of a tensor of shape `full`."""
         return full if self.dim is None else (*full[: self.dim], self.length, *full[self.dim + 1 :])
 
+    def below(self, row: int, rows: int) -> Slice:
+        """The slice of a tensor, from the slice of its part of `rows` rows from `row` on."""
+        if self.dim is None:
+            return Slice(0, row, rows)
+        if self.dim != 0:
+            raise ValueError("only the rows of a part of a tensor can be split")
+        return Slice(0, row + self.start, self.length)
+
+
+def slice_of(
+    entry: Entry, index: int, arch: Architecture, rank: int, size: int, padded_vocab: int
+) -> Slice:
+    """The slice of a tensor that a rank holds for one part of an entry, as in `tp_slice`."""
+    part = entry.parts[index]
+    shape = part.sizes(arch.sizes)
+    own = tp_slice(entry.split, shape, rank, size, padded_vocab)
+    alone = len(entry.names) == len(entry.parts)
+    return own if alone else own.below(part.first_row(arch.sizes), shape[0])
+
 
 def tp_slice(
     split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int
@@ -78,7 +97,7 @@ def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> 
 
 
 def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> list[Tensor]:
-    """View a Megatron parameter as pieces, one for each Hugging Face tensor.
+    """View a Megatron parameter as pieces, one for each part of its entry.
 
     `rows` are the pieces' sizes along dim 0. Pieces of a QKV split have one more dimension,
     [groups, rows / groups, ...].
@@ -88,7 +107,7 @@ def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> l
         groups = max(rows[1] // head_dim, 1)
         by_group = param.view(groups, param.size(0) // groups, *param.shape[1:])
         return list(torch.split(by_group, [n // groups for n in rows], dim=1))
-    if split is Split.GATED:
+    if split is Split.STACKED:
         return list(torch.split(param, list(rows), dim=0))
     return [param[: rows[0]]]
 
@@ -98,7 +117,7 @@ def weight_specs(arch: Architecture, dtype: torch.dtype, head: str = "lm") -> li
     name = str(dtype).removeprefix("torch.")
     return [
         TensorSpec(hf_name, shape, each)
-        for _, hf_name, shape, each in weight_tensors(arch, name, head)
+        for hf_name, shape, each in weight_tensors(arch, name, head)
     ]
 
 

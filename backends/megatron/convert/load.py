@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from backends.megatron.convert.adapters import factor_rows
-from backends.megatron.convert.architecture import Architecture, hf_shapes
-from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
+from backends.megatron.convert.architecture import Architecture, tensor_shapes
+from backends.megatron.convert.layout import Slice, owned_parameters, pack, slice_of, tp_slice
 from backends.megatron.convert.peft_folder import check_settings
 from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
@@ -21,6 +22,10 @@ from rlcore.adapter_folder import ADAPTER_FILE
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.weights import PEFT_PREFIX
+
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight$"
+)
 
 
 class SafetensorsFolder:
@@ -50,8 +55,13 @@ class SafetensorsFolder:
         return self._file_of.keys()
 
     def read(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor:
-        """Read `part` of tensor `name`, which must have the given full shape."""
+        """Read `part` of tensor `name`, which must have the given full shape.
+
+        A matrix of an expert may lie in the tensor of all experts of its layer.
+        """
         if name not in self._file_of:
+            if (stacked := self._of_expert(name, shape, part)) is not None:
+                return stacked
             raise ModelError(f"{self.folder}: no tensor {name!r} in its safetensors files")
         stored = self._file(self._file_of[name]).get_slice(name)
         if tuple(stored.get_shape()) != shape:
@@ -66,6 +76,34 @@ class SafetensorsFolder:
             return torch.empty(part.shape(shape))
         end = part.start + part.length
         return stored[part.start : end] if part.dim == 0 else stored[:, part.start : end]
+
+    def _of_expert(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor | None:
+        """Read from `experts.gate_up_proj` [experts, 2 * width, hidden], or `experts.down_proj`."""
+        found = _EXPERT.match(name)
+        if found is None:
+            return None
+        gated = found["kind"] != "down"
+        stacked = f"{found['experts']}.{'gate_up' if gated else 'down'}_proj"
+        if stacked not in self._file_of:
+            return None
+        stored = self._file(self._file_of[stacked]).get_slice(stacked)
+        whole = tuple(stored.get_shape())
+        rows = shape[0] * (2 if gated else 1)
+        expert = int(found["expert"])
+        if whole[1:] != (rows, shape[1]) or expert >= whole[0]:
+            raise ModelError(
+                f"{self.folder}: tensor {stacked!r} has shape {whole}, config.json makes it"
+                f" (experts, {rows}, {shape[1]})"
+            )
+        first = shape[0] if found["kind"] == "up" else 0
+        own = part if part.dim == 1 else part.below(0, shape[0])
+        if own.dim == 0:
+            start = first + own.start
+            read: Tensor = stored[expert : expert + 1, start : start + own.length][0]
+        else:
+            end = own.start + own.length
+            read = stored[expert : expert + 1, first : first + shape[0], own.start : end][0]
+        return read
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -86,14 +124,15 @@ def load_hf(
     """
     with SafetensorsFolder(Path(folder)) as source:
         for entry, param, _ in owned_parameters(chunks, arch):
-            if entry.megatron == VALUE_HEAD and entry.hf[0] not in source.names:
+            if entry.megatron == VALUE_HEAD and entry.parts[0].name not in source.names:
                 continue
             padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
             rank, size = parallel.split_of(expert=entry.expert is not None)
+            shapes = tensor_shapes(arch, entry)
             pieces = []
-            for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
-                part = tp_slice(entry.split, shape, rank, size, padded)
-                pieces.append(source.read(name, shape, part))
+            for index, part in enumerate(entry.parts):
+                own = slice_of(entry, index, arch, rank, size, padded)
+                pieces.append(source.read(part.name, shapes[part.name], own))
             pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
 
 
@@ -118,7 +157,7 @@ def load_adapters(
     rows = factor_rows(arch, config)
     with open_shard(folder / ADAPTER_FILE, "pt") as file:
         names = set(file.keys())
-    wanted = {PEFT_PREFIX + entry.hf[0] for entry, _ in rows}
+    wanted = {PEFT_PREFIX + entry.parts[0].name for entry, _ in rows}
     if extra := sorted(names - wanted):
         raise ModelError(
             f"{folder}: tensor {extra[0]!r} is of no adapter of this run: policy.lora.targets is"
@@ -130,4 +169,5 @@ def load_adapters(
                 continue
             rank, size = parallel.split_of(expert=entry.expert is not None)
             part = tp_slice(entry.split, shape, rank, size, 0)
-            factors[entry.megatron].copy_(source.read(PEFT_PREFIX + entry.hf[0], shape, part))
+            name = PEFT_PREFIX + entry.parts[0].name
+            factors[entry.megatron].copy_(source.read(name, shape, part))

@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from backends.megatron.convert.adapters import (
-    ALL_LINEAR,
-    adapted_layers,
-    linear_entries,
-    target_name,
-)
-from backends.megatron.convert.architecture import Architecture, hf_shapes
+from backends.megatron.convert.adapters import ALL_LINEAR, adapted_layers, linear_entries
+from backends.megatron.convert.architecture import Architecture, tensor_shapes
 from rlcore.adapter_folder import SETTINGS_FILE, AdapterFolder, read_settings
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
@@ -20,11 +15,11 @@ from rlcore.errors import ModelError
 def settings(arch: Architecture, config: LoraConfig, base: Path) -> dict[str, Any]:
     """The content of adapter_config.json for the adapters of a run on the weights of `base`."""
     layers = list(adapted_layers(arch, config).values())
-    names = {target_name(layer.entry.hf[index]) for layer in layers for index in layer.pieces}
+    names = {module.rpartition(".")[2] for layer in layers for module in layer.modules.values()}
     ranks = {
-        layer.entry.hf[index].removesuffix(".weight"): layer.rank
+        module: layer.rank
         for layer in layers
-        for index in layer.pieces
+        for module in layer.modules.values()
         if layer.rank != config.rank
     }
     return {
@@ -75,7 +70,7 @@ def check_factors(adapters: AdapterFolder, arch: Architecture) -> None:
     shapes = {
         name.removesuffix(".weight"): shape
         for entry in linear_entries(arch)
-        for name, shape in zip(entry.hf, hf_shapes(arch, entry))
+        for name, shape in tensor_shapes(arch, entry).items()
     }
     found = {name: tuple(factor.shape) for name, factor in adapters.factors().items()}
     if not found:

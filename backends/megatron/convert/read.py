@@ -23,16 +23,14 @@ from backends.megatron.convert.fields import (
     read_rope,
     rope_arguments,
 )
-from backends.megatron.convert.table import Family
+from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Family
 from rlcore.config import Config
 from rlcore.config.derived import other_folders
 from rlcore.errors import ModelError, named_by
-from rlcore.hf_config.fields import check_fields, refusal
+from rlcore.hf_config.fields import Field, check_fields, refusal
 from rlcore.hf_config.read import read_config
 
 INDEX = "model.safetensors.index.json"
-_HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_architecture(folder: Path | str, *, weights: bool = True) -> Architecture:
@@ -45,9 +43,13 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     we do not convert, a field that transformers would refuse, or contradictory fields.
     """
     folder = Path(folder)
-    given = read_config(folder)
-    family = _family(folder, given)
-    config = check_fields(folder, given, family.fields)
+    whole = read_config(folder)
+    family = _family(folder, whole)
+    given = whole
+    if family.within:
+        given = check_fields(folder, whole, {family.within: Field("map")})[family.within]
+    inside = f"{family.within}." if family.within else ""
+    config = check_fields(folder, given, family.fields, inside)
     _check_supported(folder, given, config)
     classes = config["architectures"] or ()
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
@@ -56,7 +58,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     rope = read_rope(folder, given, config, family)
     arch = Architecture(
         family=family.model_type,
-        hf_config=given,
+        hf_config=whole,
         vocab_size=config["vocab_size"],
         tie_word_embeddings=config["tie_word_embeddings"],
         max_position_embeddings=config["max_position_embeddings"],
@@ -227,10 +229,12 @@ def _check_weights(folder: Path, arch: Architecture) -> None:
     if not arch.tie_word_embeddings or arch.head == "value":
         return
     file_of = tensor_files(folder)
-    if not {_HEAD, _EMBEDDING} <= file_of.keys():
+    named = {entry.megatron: entry.names[0] for entry in arch.table.expand((), 0)}
+    names = [named[OUTPUT_LAYER], named[WORD_EMBEDDING]]
+    if not set(names) <= file_of.keys():
         return
     tensors = []
-    for name in (_HEAD, _EMBEDDING):
+    for name in names:
         with open_shard(folder / file_of[name], "pt") as shard:
             tensors.append(shard.get_tensor(name))
     head, embedding = tensors
@@ -239,7 +243,7 @@ def _check_weights(folder: Path, arch: Architecture) -> None:
             folder,
             "tie_word_embeddings",
             True,
-            f"false, as {_HEAD} in the folder is not {_EMBEDDING}: set it, so that trainer and"
+            f"false, as {names[0]} in the folder is not {names[1]}: set it, so that trainer and"
             " engines use this head, or remove the tensor",
         )
 

@@ -6,7 +6,7 @@ A row names the Hugging Face tensors that make a Megatron parameter, and how TP 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
@@ -48,25 +48,44 @@ class Split(Enum):
     VOCAB = "vocab"  # dim 0 of the padded vocabulary
     # q, k, v: interleaved per KV group; groups are split over the ranks.
     QKV = "qkv"
-    # gate, up: each split along dim 0, then stacked on every rank.
-    GATED = "gated"
+    # gate and up, for example: each split along dim 0, then stacked on every rank.
+    STACKED = "stacked"
 
 
-# The layers with an entry: all, only layers with one feed-forward net, or only those with experts.
-Layers = Literal["all", "dense", "moe"]
+@dataclass(frozen=True)
+class Part:
+    """One matrix or vector of a model: a whole Hugging Face tensor, or some of its rows.
+
+    Sizes are named: see `Architecture.sizes`.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    # The parts that come before it in the tensor: their numbers of rows.
+    after: tuple[str, ...] = ()
+
+    def sizes(self, known: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers."""
+        return tuple(known[size] for size in self.shape)
+
+    def first_row(self, known: Mapping[str, int]) -> int:
+        """Its first row in the tensor."""
+        return sum(known[size] for size in self.after)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """One Megatron parameter and the parts of Hugging Face tensors that it is made of.
 
-    `{layer}` is the layer's and `{expert}` the routed expert's number in the whole model.
+    All parts of a tensor belong to one entry. `{layer}` is the layer's and `{expert}` the routed
+    expert's number in the whole model.
     """
 
     megatron: str
-    hf: tuple[str, ...]
+    parts: tuple[Part, ...]
     split: Split
-    layers: Layers = "all"
+    # The kind of layers with the entry: "dense" or "moe", a word of `layer_types`, or "all".
+    layers: str = "all"
     # The routed expert of the entry once names are filled in; None: a dense weight.
     expert: int | None = None
     # A TransformerConfig field: only models with it have the entry.
@@ -84,12 +103,22 @@ class Entry:
         """Whether the entry stands for a parameter of each routed expert."""
         return "{expert}" in self.megatron
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The Hugging Face tensors, each once."""
+        return tuple(dict.fromkeys(part.name for part in self.parts))
+
     def at(self, layer: int, expert: int | None = None) -> Entry:
         """The entry of one layer (and expert), with names filled in."""
-        megatron, *hf = (
-            name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)
+        named = self.renamed(lambda name: name.format(layer=layer, expert=expert))
+        megatron = self.megatron.format(layer=layer, expert=expert)
+        return replace(named, megatron=megatron, expert=expert)
+
+    def renamed(self, rename: Callable[[str], str]) -> Entry:
+        """The entry with other names of its Hugging Face tensors."""
+        return replace(
+            self, parts=tuple(replace(part, name=rename(part.name)) for part in self.parts)
         )
-        return replace(self, megatron=megatron, hf=tuple(hf), expert=expert)
 
     def is_in(self, fields: Mapping[str, Any]) -> bool:
         """Whether a model with these TransformerConfig fields has the entry."""
@@ -129,28 +158,40 @@ class Family:
     # Keys and values come from a shared low-rank form (DeepSeek-V2).
     latent_attention: bool = False
     experts: Experts | None = None  # a mixture of experts
+    # The beginning of the tensors' names in the table, and in folders of the family.
+    prefix: tuple[str, str] = ("", "")
+    # The beginnings of the names of tensors that are neither trained nor published, and that an
+    # export copies from the model's folder. So are the layers behind the last one, which predict
+    # further tokens.
+    carried: tuple[str, ...] = ()
+    # The object of `config.json` with the language model's fields; empty: `config.json` itself.
+    within: str = ""
 
     @property
     def classes(self) -> tuple[str, str]:
         """(language model, sequence classifier): the values of `architectures` that we convert."""
         return f"{self.class_prefix}ForCausalLM", f"{self.class_prefix}ForSequenceClassification"
 
-    def expand(self, moe_layers: Sequence[bool], num_experts: int) -> Iterator[Entry]:
+    def expand(self, layer_kinds: Sequence[Collection[str]], num_experts: int) -> Iterator[Entry]:
         """Yield every entry of a model, embedding first, head last.
 
-        `moe_layers` states for each layer whether it has experts.
+        `layer_kinds` has the words that `Entry.layers` chooses each layer by.
         """
-        before = [
-            e for e in self.entries if not e.per_layer and e.megatron.startswith("embedding.")
-        ]
-        layer = [e for e in self.entries if e.per_layer]
-        after = [e for e in self.entries if not e.per_layer and e not in before]
+        entries = [entry.renamed(self.in_folder) for entry in self.entries]
+        before = [e for e in entries if not e.per_layer and e.megatron.startswith("embedding.")]
+        layer = [e for e in entries if e.per_layer]
+        after = [e for e in entries if not e.per_layer and e not in before]
         yield from before
-        for number, moe in enumerate(moe_layers):
+        for number, kinds in enumerate(layer_kinds):
             for entry in layer:
-                if entry.layers in ("all", "moe" if moe else "dense"):
+                if entry.layers == "all" or entry.layers in kinds:
                     yield from (
                         entry.at(number, expert)
                         for expert in (range(num_experts) if entry.per_expert else (None,))
                     )
         yield from after
+
+    def in_folder(self, name: str) -> str:
+        """A name of the table, or its beginning, as folders of the family have it."""
+        table, folder = self.prefix
+        return folder + name.removeprefix(table) if name.startswith(table) else name

@@ -26,7 +26,8 @@ from backends.megatron.dryrun.usage import Usage
 from backends.megatron.training import offload
 from backends.megatron.training.offload import OffloadedTensors
 from backends.megatron.weights import export
-from backends.megatron.weights.export import WeightExporter, _Coordinates, _Source
+from backends.megatron.weights.export import WeightExporter, _Coordinates
+from backends.megatron.weights.tensors import Source, sources_of
 from rlcore.algorithms import types
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.planning.memory import padded_vocab_size
@@ -86,17 +87,17 @@ class Peers:
             exporter.arch.vocab_size, self.vocab_divisible_by, self.parallel.tensor
         )
 
-    def sources(self, exporter: Any) -> dict[str, _Source]:
+    def sources(self, exporter: Any) -> dict[str, Source]:
         """The pipeline stage that owns each tensor."""
         stages = self._stages_of_layers(exporter.arch.num_layers)
-        found: dict[str, _Source] = {}
+        found: dict[str, Source] = {}
         for entry in exporter._exported.entries:
             layer = LAYER_NUMBER.search(entry.megatron)
             if layer is not None:
                 stage = stages[int(layer[1])]
             else:
                 stage = 0 if entry.megatron.startswith("embedding.") else self.parallel.pipeline - 1
-            found |= {name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)}
+            found |= sources_of(entry, stage)
         return found
 
     def _stages_of_layers(self, layers: int) -> list[int]:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.adapters import Adapted, adapted_layers
-from backends.megatron.convert.architecture import Architecture, hf_shapes
+from backends.megatron.convert.architecture import Architecture, part_shapes
 from backends.megatron.convert.layout import owned_parameters, tp_slice, unwrap
 from backends.megatron.convert.table import Split
 from rlcore.config.sections.policy import LoraConfig
@@ -84,8 +84,7 @@ class Adapter(nn.Module):
         weight: Tensor = layer.weight
         # Index of the matrix in the layer -> its factors.
         self.pieces = nn.ModuleDict()
-        for index in adapted.pieces:
-            name = adapted.entry.hf[index].removesuffix(".weight")
+        for index, name in adapted.modules.items():
             shape = (self.rows[index], weight.size(1))
             self.pieces[str(index)] = Factors(name, adapted.rank, shape, weight)
         for factors in self.factors():
@@ -220,7 +219,7 @@ def _attach(
     entry = adapted.entry
     size: int = layer.tp_group.size()
     rank: int = layer.tp_group.rank()
-    shapes = hf_shapes(arch, entry)
+    shapes = part_shapes(arch, entry)
     parts = [tp_slice(entry.split, shape, rank, size, 0) for shape in shapes]
     rows = [part.shape(shape)[0] for part, shape in zip(parts, shapes)]
     head_dim = arch.transformer["kv_channels"]

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.layout import Slice, tp_slice, unpack
+from backends.megatron.convert.layout import Slice, slice_of, unpack
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
-from backends.megatron.weights.tensors import exported
+from backends.megatron.weights.tensors import Source, exported, sources_of
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.planning.publication import bucket_limit
@@ -48,15 +48,6 @@ Head = Literal["lm", "value"]
 # Number of buffers: one is being sent, or (on rank 0) consumed, while the next is filled.
 _IN_FLIGHT = 2
 _ALONE_BYTES = 1 << 20  # from this size on, a separate message costs less than the copies
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The origin of one Hugging Face tensor; all ranks agree on it."""
-
-    entry: Entry
-    piece: int  # index among the entry's tensors
-    stage: int  # pipeline stage that owns it
 
 
 @dataclass(frozen=True)
@@ -73,11 +64,17 @@ class _Coordinates:
 
 @dataclass(frozen=True)
 class _Part:
-    """The contribution of one rank to one tensor of a bucket."""
+    """The contribution of one rank to one tensor of a bucket, or to a part of it."""
 
     spec: TensorSpec
+    piece: int  # index of the part among its entry's
     slice: Slice
     shape: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from a rank's other contributions."""
+        return self.spec.name, self.piece
 
     @property
     def num_bytes(self) -> int:
@@ -265,10 +262,9 @@ class WeightExporter:
         buffers = self._buffer("receive", 0, sum(sizes.values())).split(list(sizes.values()))
         for buffer, (rank, (alone, packed)) in zip(buffers, messages.items()):
             aside = asides[rank]
-            pieces = {part.spec.name: piece for part, piece in _pieces(aside, buffer)}
+            pieces = {part.key: piece for part, piece in _pieces(aside, buffer)}
             into = [
-                _raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name])))
-                for part in alone
+                _raw(pieces.get(part.key, part.slice.of(out[part.spec.name]))) for part in alone
             ]
             if packed:
                 into.append(_tail(buffer, packed))
@@ -286,13 +282,13 @@ class WeightExporter:
     def _send(self, bucket: Bucket, slot: int, root: int = 0) -> list[dist.Work]:
         """Start sending this rank's parts to the rank that assembles the bucket."""
         alone, packed = self._messages(bucket, self.parallel.rank)
-        pieces = {part.spec.name: self._own(part) for part in alone}
-        copied = [part for part in alone if not _is_sent_as(part, pieces[part.spec.name])] + packed
+        pieces = {part.key: self._own(part) for part in alone}
+        copied = [part for part in alone if not _is_sent_as(part, pieces[part.key])] + packed
         buffer = self._buffer("send", slot, sum(part.num_bytes for part in copied))
         for part, piece in _pieces(copied, buffer):
             self._copy_own(part, piece)
-            pieces[part.spec.name] = piece
-        out = [_raw(pieces[part.spec.name]) for part in alone]
+            pieces[part.key] = piece
+        out = [_raw(pieces[part.key]) for part in alone]
         if packed:
             out.append(_tail(buffer, packed))
         sends = [dist.P2POp(dist.isend, memory, root, self._group) for memory in out]
@@ -331,13 +327,14 @@ class WeightExporter:
             for spec in bucket.tensors:
                 source = self._sources[spec.name]
                 for rank in self._contributors(source):
-                    own = self._slice(source.entry, spec.shape, self._ranks[rank])
-                    part = _Part(spec, own, own.shape(spec.shape))
-                    if part.num_bytes:
-                        plan.setdefault(rank, []).append(part)
+                    for piece in source.pieces:
+                        own = self._slice(source.entry, piece, self._ranks[rank])
+                        part = _Part(spec, piece, own, own.shape(spec.shape))
+                        if part.num_bytes:
+                            plan.setdefault(rank, []).append(part)
         return self._plans[bucket.index]
 
-    def _contributors(self, source: _Source) -> list[int]:
+    def _contributors(self, source: Source) -> list[int]:
         """The ranks that send a part of a tensor; of ranks with equal parts the first does."""
         expert = source.entry.expert
         split = source.entry.split
@@ -356,10 +353,10 @@ class WeightExporter:
             self._found[kind] = [rank for rank in ranks if contributes(self._ranks[rank])]
         return self._found[kind]
 
-    def _slice(self, entry: Entry, shape: tuple[int, ...], at: _Coordinates) -> Slice:
+    def _slice(self, entry: Entry, piece: int, at: _Coordinates) -> Slice:
         p = self.parallel
         rank, size = (at.tp, p.tp_size) if entry.expert is None else (at.etp, p.etp_size)
-        return tp_slice(entry.split, shape, rank, size, self._padded_vocab)
+        return slice_of(entry, piece, self.arch, rank, size, self._padded_vocab)
 
     def _copy_own(self, part: _Part, out: Tensor) -> None:
         """Copy this rank's piece of a tensor into `out`, with the dtype and shape of `out`."""
@@ -373,11 +370,13 @@ class WeightExporter:
         """
         source = self._sources[part.spec.name]
         at = self._ranks[self.parallel.rank]
-        shapes = [self._shapes[name] for name in source.entry.hf]
-        rows = [self._slice(source.entry, shape, at).shape(shape)[0] for shape in shapes]
+        rows = [
+            self._slice(source.entry, piece, at).shape(self._shapes[each.name])[0]
+            for piece, each in enumerate(source.entry.parts)
+        ]
         param = self._params[source.entry.megatron].data
         pieces = unpack(source.entry.split, param, self.arch.transformer["kv_channels"], rows)
-        return self._exported.merged(source.entry, source.piece, pieces[source.piece])
+        return self._exported.merged(source.entry, part.piece, pieces[part.piece])
 
     # --- agreement between ranks ------------------------------------------------------------------
 
@@ -400,7 +399,7 @@ class WeightExporter:
         dist.all_reduce(padded, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         return int(padded)
 
-    def _find_sources(self) -> dict[str, _Source]:
+    def _find_sources(self) -> dict[str, Source]:
         """The source of every tensor."""
         entries = self._exported.entries
         stages = torch.tensor(
@@ -411,9 +410,7 @@ class WeightExporter:
         for entry, stage in zip(entries, stages.tolist()):
             if stage < 0:
                 raise KeyError(f"{entry.megatron}: no pipeline stage holds this parameter")
-            sources.update(
-                {name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)}
-            )
+            sources.update(sources_of(entry, stage))
         return sources
 
     def _make_group(self) -> ProcessGroup | None:

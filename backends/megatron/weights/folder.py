@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.folder import FolderWriter
+from backends.megatron.convert.folder import FolderWriter, carried_tensors
 from backends.megatron.convert.peft_folder import settings
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.weights.export import WeightExporter
@@ -48,10 +48,17 @@ def export_hf(
     parallel = exporter.parallel
     sources = (arch.folder, tokenizer or arch.folder)
     failing = partial(raise_on_all_ranks, parallel, f"the export to {folder}")
-    make = partial(
-        FolderWriter, folder, exporter.specs, max_shard_bytes, sources, writers=parallel.world_size
-    )
     with ExitStack() as stack:
+        with failing():
+            make = partial(
+                FolderWriter,
+                folder,
+                exporter.specs,
+                max_shard_bytes,
+                sources,
+                carried=carried_tensors(arch) if exporter.head == "lm" else (),
+                writers=parallel.world_size,
+            )
         with failing():
             if parallel.rank == 0:
                 writer = make(number=0)

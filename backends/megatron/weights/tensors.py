@@ -44,6 +44,23 @@ class Exported:
         return piece if added is None else added.view(piece.shape).add_(piece)
 
 
+@dataclass(frozen=True)
+class Source:
+    """The origin of one Hugging Face tensor; all ranks agree on it."""
+
+    entry: Entry
+    pieces: tuple[int, ...]  # indices of its parts among the entry's
+    stage: int  # pipeline stage that owns it
+
+
+def sources_of(entry: Entry, stage: int) -> dict[str, Source]:
+    """The source of each tensor of an entry on a pipeline stage."""
+    pieces: dict[str, list[int]] = {}
+    for index, part in enumerate(entry.parts):
+        pieces.setdefault(part.name, []).append(index)
+    return {name: Source(entry, tuple(own), stage) for name, own in pieces.items()}
+
+
 def exported(
     chunks: Sequence[nn.Module],
     arch: Architecture,
@@ -60,7 +77,7 @@ def exported(
     if lora is not None:
         rows = factor_rows(arch, lora)
         name = str(dtype).removeprefix("torch.")
-        specs = [TensorSpec(entry.hf[0], shape, name) for entry, shape in rows]
+        specs = [TensorSpec(entry.parts[0].name, shape, name) for entry, shape in rows]
         return Exported([entry for entry, _ in rows], specs, named_factors(chunks), {})
     owned = owned_parameters(chunks, arch)
     held = {entry.megatron: param for entry, param, copy in owned if not copy}

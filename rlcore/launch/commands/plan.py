@@ -351,14 +351,14 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         transport = "tensor" if given.colocated and has_handles else "distributed"
     dtype = _DTYPES[given.dtype or config.model.dtype]
     tensors = [*weight_tensors(arch, dtype, "lm")]
-    sizes = [(math.prod(shape) * _ITEM_BYTES[own], own) for _, _, shape, own in tensors]
+    sizes = [(math.prod(shape) * _ITEM_BYTES[own], own) for _, shape, own in tensors]
     published = [
         fp8_bytes(shape) if given.quantization and is_projection(name, shape) else size
-        for (_, name, shape, _), (size, _) in zip(tensors, sizes)
+        for (name, shape, _), (size, _) in zip(tensors, sizes)
     ]
     limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
     senders = given.senders or engines
-    cuts = cut(sizes, limit, together([name for _, name, _, _ in tensors]))
+    cuts = cut(sizes, limit, together([name for name, _, _ in tensors]))
     buckets = tuple(sum(published[index] for index in bucket) for bucket in cuts)
     whole = [sum(sizes[index][0] for index in bucket) for bucket in cuts]
     adapted = () if published_adapters(config) is None else adapter_sizes(config, arch)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
+from backends.megatron.convert.architecture import Architecture, model_entries, part_shapes
 from backends.megatron.convert.read import read_architecture
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError, ModelError
@@ -85,11 +85,11 @@ def test_every_expert_of_every_layer_that_has_them(tmp_path: Path) -> None:
         layer + "linear_fc2.weight",
     }
     last = entries["decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"]
-    assert last.hf == tuple(
+    assert last.names == tuple(
         f"model.layers.3.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up")
     )
     shapes = {
-        name.split("mlp.")[1]: hf_shapes(arch, entries[name])
+        name.split("mlp.")[1]: part_shapes(arch, entries[name])
         for name in entries
         if ".layers.0.mlp." in name
     }

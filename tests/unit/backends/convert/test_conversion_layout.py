@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
+from backends.megatron.convert.adapters import linear_entries
+from backends.megatron.convert.architecture import Architecture, model_entries, tensor_shapes
+from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import Slice, global_name, pack, tp_slice, unpack
+from backends.megatron.convert.layout import Slice, global_name, pack, slice_of, tp_slice, unpack
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Split
-from rlcore.errors import ModelError
+from rlcore.errors import ConfigError, ModelError
 from rlcore.weights import TensorSpec
 
 HEAD_DIM = 4
@@ -49,18 +52,59 @@ def test_megatron_interleaves_qkv_by_group() -> None:
 
 def test_gate_above_up() -> None:
     out = torch.empty(4, 2)
-    pack(Split.GATED, [torch.zeros(2, 2), torch.ones(2, 2)], HEAD_DIM, out)
+    pack(Split.STACKED, [torch.zeros(2, 2), torch.ones(2, 2)], HEAD_DIM, out)
     assert out[:, 0].tolist() == [0, 0, 1, 1]
 
 
+@pytest.fixture
+def fused(arch: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
+    """Phi's tensors: q, k and v are the rows of one, and so are gate and up."""
+    rows = []
+    for entry in arch.table.entries:
+        name = {Split.QKV: "qkv", Split.STACKED: "gate_up"}.get(entry.split)
+        before: list[str] = []
+        parts = []
+        for part in entry.parts:
+            module, _, kind = part.name.rpartition(".")
+            whole = f"{module.rpartition('.')[0]}.{name}_proj.{kind}" if name else part.name
+            parts.append(replace(part, name=whole, after=tuple(before)))
+            before.append(part.shape[0])
+        rows.append(replace(entry, parts=tuple(parts)))
+    family = replace(arch.table, entries=tuple(rows), prefix=("model.", "model.language_model."))
+    monkeypatch.setitem(FAMILIES, "fused", family)
+    return replace(arch, family="fused")
+
+
+def test_a_tensor_of_several_parts(fused: Architecture) -> None:
+    shapes = {
+        name: shape
+        for entry in model_entries(fused, "lm")
+        for name, shape in tensor_shapes(fused, entry).items()
+    }
+    layer = "model.language_model.layers.1."
+    assert shapes[f"{layer}self_attn.qkv_proj.weight"] == (16 + 8 + 8, 8)
+    assert shapes[f"{layer}self_attn.qkv_proj.bias"] == (16 + 8 + 8,)
+    assert shapes[f"{layer}mlp.gate_up_proj.weight"] == (2 * 12, 8)
+    assert shapes["lm_head.weight"] == (31, 8)
+    with pytest.raises(ConfigError, match=r"qkv_proj\.weight of fused is one matrix of several"):
+        list(linear_entries(fused))
+
+
+@pytest.mark.parametrize("model", ["arch", "fused"])
 @pytest.mark.parametrize(("size", "padded"), [(1, 31), (2, 32), (2, 128)])
-def test_every_entry_survives_every_split(arch: Architecture, size: int, padded: int) -> None:
+def test_every_entry_survives_every_split(
+    request: pytest.FixtureRequest, model: str, size: int, padded: int
+) -> None:
+    arch: Architecture = request.getfixturevalue(model)
     for entry in model_entries(arch, "lm"):
-        full = [torch.randn(shape) for shape in hf_shapes(arch, entry)]
-        rebuilt = [torch.full_like(tensor, torch.nan) for tensor in full]
+        full = {name: torch.randn(shape) for name, shape in tensor_shapes(arch, entry).items()}
+        rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
         for rank in range(size):
-            parts = [tp_slice(entry.split, tuple(t.shape), rank, size, padded) for t in full]
-            pieces = [part.of(tensor) for part, tensor in zip(parts, full)]
+            slices = [
+                (part.name, slice_of(entry, index, arch, rank, size, padded))
+                for index, part in enumerate(entry.parts)
+            ]
+            pieces = [part.of(full[name]) for name, part in slices]
             rows = (
                 padded // size
                 if entry.split is Split.VOCAB
@@ -71,17 +115,38 @@ def test_every_entry_survives_every_split(arch: Architecture, size: int, padded:
             assert not param.isnan().any()
             assert entry.split is not Split.VOCAB or not param[len(pieces[0]) :].any()
             views = unpack(entry.split, param, HEAD_DIM, [len(piece) for piece in pieces])
-            for part, tensor, view in zip(parts, rebuilt, views):
-                part.of(tensor).copy_(view.reshape(part.shape(tuple(tensor.shape))))
-        for before, after in zip(full, rebuilt):
-            assert torch.equal(before, after), entry.megatron
+            for (name, part), view in zip(slices, views):
+                whole = rebuilt[name]
+                part.of(whole).copy_(view.reshape(part.shape(tuple(whole.shape))))
+        for name, before in full.items():
+            assert torch.equal(before, rebuilt[name]), entry.megatron
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """A folder may hold a layer's experts as one tensor; a rank reads its slices of it."""
+    gate, up = torch.randn(2, 3, 6, 4)
+    down = torch.randn(3, 4, 6)
+    tensors = {"m.experts.gate_up_proj": torch.cat((gate, up), 1), "m.experts.down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    wanted = {"gate": gate, "up": up, "down": down}
+    with SafetensorsFolder(tmp_path) as source:
+        for kind, experts in wanted.items():
+            for expert, whole in enumerate(experts):
+                name = f"m.experts.{expert}.{kind}_proj.weight"
+                shape = tuple(whole.shape)
+                for part in (Slice(None), Slice(0, 2, 2), Slice(1, 1, 3)):
+                    assert source.read(name, shape, part).equal(part.of(whole)), (name, part)
+        with pytest.raises(ModelError, match=r"gate_up_proj' has shape \(3, 12, 4\), .* 10, 4"):
+            source.read("m.experts.0.up_proj.weight", (5, 4), Slice(None))
+        with pytest.raises(ModelError, match=r"'m\.experts\.down_proj' has shape"):
+            source.read("m.experts.3.down_proj.weight", (4, 6), Slice(None))
 
 
 def test_a_rank_of_padding_alone() -> None:
     assert tp_slice(Split.VOCAB, (31, 8), rank=1, size=2, padded_vocab=128) == Slice(0, 31, 0)
 
 
-@pytest.mark.parametrize("split", [Split.COLUMN, Split.ROW, Split.GATED, Split.QKV])
+@pytest.mark.parametrize("split", [Split.COLUMN, Split.ROW, Split.STACKED, Split.QKV])
 def test_an_unsplit_matrix_is_no_slice(split: Split) -> None:
     """Rank 0 of a publication receives a whole tensor into the bucket, and columns beside it."""
     assert tp_slice(split, (24, 8), rank=0, size=1, padded_vocab=0) == Slice(None)
