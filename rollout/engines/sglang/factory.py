@@ -95,7 +95,8 @@ class SGLangFactory:
             # It serves nothing before the first publication, which has every weight but those of a
             # draft model.
             arguments["load_format"] = "dummy"
-            if server_argument(engine, "speculative_draft_model_path") is not None:
+            drafts = ("speculative_algorithm", "speculative_draft_model_path")
+            if any(server_argument(engine, name) is not None for name in drafts):
                 draft = server_argument(engine, "speculative_draft_load_format")
                 arguments["speculative_draft_load_format"] = draft or "auto"
         if (lora := published_adapters(config)) is not None:

@@ -177,6 +177,10 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(
             "{speculative-draft-model-path: /d}",
             {"load_format": "dummy", "speculative_draft_load_format": "auto"},
         ),
+        (
+            "{speculative-algorithm: EAGLE}",
+            {"load_format": "dummy", "speculative_draft_load_format": "auto"},
+        ),
     ],
 )
 def test_weights_that_no_publication_brings_are_read(
