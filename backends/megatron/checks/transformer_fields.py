@@ -21,24 +21,32 @@ from rlcore.errors import ConfigError
 
 INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
-_MODEL = "the model folder decides it"
-_NO_TE = "it needs Transformer Engine's layers, which this run does not use"
-_NO_KERNELS = "it needs kernels that the layers do not use, so it would do nothing"
-_BY_LAYERS = "policy.transformer_engine and policy.fp8 decide it"
-_ONE_SIZE = "its buffers are made for one size, and packs have many"
-_COMBINED = "it belongs to a schedule that computes two micro-batches at once, which is not used"
-_SCHEDULE = "packed sequences and weighted losses depend on it"
-_P2P = (
-    "it follows from the pipeline schedule: batched transfers are ambiguous where two stages"
-    " exchange several chunks (pipeline 2 with virtual_pipeline > 1), and the gradients come out"
-    " wrong without a word; leave it out"
-)
-_ATTENTION = "the packed attention does not have it, so it would do nothing"
-_NOT_YET = "not available yet"
-_DENSE = "the model has no experts"
+_OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
+_OF_RECOMPUTATION = (*_OF_FULL, "recompute_modules")
 _LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
-# Reason -> the fields that are refused for this reason.
+# The fields that may be set. A version of megatron-core brings dozens of fields, and one that
+# changes the result of a step would do so without a word.
+ALLOWED = (
+    "recompute_granularity", *_OF_RECOMPUTATION, "moe_layer_recompute", *_LOSSES,
+    "moe_token_dispatcher_type", "moe_router_dtype", "batch_invariant_mode", "deterministic_mode",
+    "batch_p2p_sync", "fp32_residual_connection", "disable_bf16_reduced_precision_matmul",
+)  # fmt: skip
+
+# The fields that may be set with Transformer Engine's layers.
+ALLOWED_WITH_TE = (
+    "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion",
+    "use_te_activation_func", "cpu_offloading", "cpu_offloading_num_layers",
+    "cpu_offloading_activations", "cpu_offloading_weights", "cpu_offloading_double_buffering",
+    "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "tp_only_amax_red", "moe_permute_fusion", "moe_router_fusion", "moe_enable_deepep",
+    "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms",
+)  # fmt: skip
+
+_MODEL = "the model folder decides it"
+_DENSE = "the model has no experts"
+
+# Why other fields are refused, where users of Megatron might expect them.
 REFUSED: dict[str, tuple[str, ...]] = {
     "set it under policy.parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -47,67 +55,32 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     "set model.dtype": (
         "params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype", "enable_autocast"),
+    "set policy.fp8, which needs Transformer Engine": (
+        "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
     "dropout is off: it would make noise of the ratio between two policies": (
         "hidden_dropout", "attention_dropout"),
+    "it would make noise of the ratio between two policies": ("moe_input_jitter_eps",),
     "weights come from a model folder": (
         *INIT_METHODS, "init_method_std", "embedding_init_method_std", "perform_initialization",
         "use_cpu_initialization", "init_model_with_meta_device"),
-    _SCHEDULE: (
-        "calculate_per_token_loss", "variable_seq_lengths", "deallocate_pipeline_outputs",
-        "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
-        "param_sync_func", "timers", "overlap_p2p_comm_warmup_flush", "use_ring_exchange_p2p"),
-    _P2P: ("overlap_p2p_comm", "batch_p2p_comm"),
-    _MODEL: (
-        "activation_func", "activation_func_clamp_value", "glu_linear_offset", "rotary_interleaved",
-        "no_rope_freq", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
-        "qk_l2_norm", "attention_output_gate", "softmax_scale", "experimental_attention_variant",
-        "multi_latent_attention", "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq",
-        "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-        "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-        "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
-        "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_latent_size"),
+    "packed sequences and weighted losses depend on it": (
+        "calculate_per_token_loss", "variable_seq_lengths", "deallocate_pipeline_outputs"),
+    "it follows from the pipeline schedule: batched transfers are ambiguous where two stages"
+    " exchange several chunks (pipeline 2 with virtual_pipeline > 1), and the gradients come out"
+    " wrong without a word; leave it out": ("overlap_p2p_comm", "batch_p2p_comm"),
     "a token's experts would depend on the other tokens, and so would its log-prob": (
         "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_dropping",
         "moe_token_drop_policy", "moe_router_force_load_balancing"),
-    "it would make noise of the ratio between two policies": ("moe_input_jitter_eps",),
     "the auxiliary loss is that of a micro-batch; its coefficient is moe_aux_loss_coeff": (
         "moe_router_load_balancing_type",),
-    "train/moe_aux_loss and train/moe_z_loss are the mean over the layers": (
-        "moe_per_layer_logging",),
     "set policy.routing_replay": ("moe_enable_routing_replay",),
-    _ATTENTION: (
-        "window_size", "window_attn_skip_freq", "softmax_type", "qk_clip",
-        "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "attention_backend",
-        "flash_decode"),
-    # With Transformer Engine's layers these are accepted.
-    _NO_TE: (
-        "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion",
-        "use_te_activation_func", "cpu_offloading", "moe_permute_fusion", "moe_router_fusion",
-        "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms",
-        "moe_hybridep_num_sms"),
-    _NO_KERNELS: (
-        "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
-        "memory_efficient_layer_norm", "fused_single_qkv_rope", "use_kitchen",
-        "symmetric_ar_type", "moe_use_legacy_grouped_gemm"),
-    _BY_LAYERS: (
-        "transformer_impl", "moe_grouped_gemm", "moe_router_padding_for_quantization",
-        "moe_router_padding_for_fp8"),
-    _ONE_SIZE: ("enable_cuda_graph", "external_cuda_graph", "use_te_rng_tracker"),
-    _COMBINED: ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
-    _NOT_YET: ("hybrid_context_parallel", "cp_comm_type", "pipeline_model_parallel_layout",
-               "fine_grained_activation_offloading"),
+    "the packed attention does not have it, so it would do nothing": (
+        "window_size", "softmax_type", "attention_softmax_in_fp32", "attention_backend"),
+    "policy.transformer_engine and policy.fp8 decide it": ("transformer_impl", "moe_grouped_gemm"),
+    "its buffers are made for one size, and packs have many": (
+        "enable_cuda_graph", "tp_comm_overlap"),
 }  # fmt: skip
 
-# Prefix of field names -> the reason for which all such fields are refused.
-_REFUSED_FAMILIES = {
-    "mtp_": _NOT_YET, "linear_": _NOT_YET, "dsa_": _NOT_YET, "mamba_": _NOT_YET,
-    "heterogeneous": _NOT_YET, "fp8": "set policy.fp8, which needs Transformer Engine",
-    "fp4": _NOT_YET, "tp_comm_": _ONE_SIZE, "cuda_graph": _ONE_SIZE,
-}  # fmt: skip
-
-_OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
-_OF_RECOMPUTATION = (*_OF_FULL, "recompute_modules")
 _RECOMPUTED_PARTS = (
     "core_attn",
     "mlp",
@@ -122,7 +95,7 @@ _RECOMPUTED_PARTS = (
 def check_overrides(
     overrides: Mapping[str, Any], arch: Architecture, *, te_layers: bool = False
 ) -> None:
-    """Refuse unknown fields, fields that something else decides, and fields that do nothing.
+    """Refuse unknown fields, and all fields but those that are proven with packs.
 
     Args:
         te_layers: the layers are Transformer Engine's.
@@ -143,16 +116,15 @@ def check_overrides(
 
 
 def _reason(key: str, arch: Architecture, te_layers: bool) -> str | None:
-    for reason, fields in REFUSED.items():
-        if key in fields and not (te_layers and reason == _NO_TE):
-            return reason
     if key in arch.transformer:
         return _MODEL
-    if key.startswith("moe_") and not arch.num_experts:
-        return _DENSE
-    return next(
-        (reason for start, reason in _REFUSED_FAMILIES.items() if key.startswith(start)), None
-    )
+    allowed = (*ALLOWED, *ALLOWED_WITH_TE) if te_layers else ALLOWED
+    if key in allowed:
+        return _DENSE if key.startswith("moe_") and not arch.num_experts else None
+    if key in ALLOWED_WITH_TE:
+        return "it needs Transformer Engine's layers, which this run does not use"
+    known = (reason for reason, fields in REFUSED.items() if key in fields)
+    return next(known, f"it is not proven with packs; expected one of {', '.join(allowed)}")
 
 
 # --- recomputation --------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class PolicyConfig(Section):
     routing_replay: Literal["none", "logprobs", "engine"] = "none"
     """Source of the experts that training replays: the log-prob pass or the engine."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Any field of megatron.core's TransformerConfig."""
+    """Fields of megatron.core's TransformerConfig that are proven here; others are refused."""
 
     @field_validator("transformer_engine", "share_prefixes", mode="before")
     @classmethod
