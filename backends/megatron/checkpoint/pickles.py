@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from backends.megatron.cpu.shim import replaced
@@ -70,10 +70,13 @@ def check_metadata(folder: Path) -> None:
 
 @contextmanager
 def checking_objects(folder: Path) -> Iterator[None]:
-    """Inside, Megatron's loader reads only objects that torch's `weights_only` allows."""
-    stock = MCoreLoadPlanner.load_bytes
+    """Inside, torch's and Megatron's planners read only objects that `weights_only` allows.
 
-    def load_bytes(self: MCoreLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    Megatron's inherits torch's, which also reads the common state from megatron-core 0.17 on.
+    """
+    stock = DefaultLoadPlanner.load_bytes
+
+    def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             with torch.serialization.safe_globals([io.BytesIO]):
                 torch.load(value, weights_only=True, map_location="cpu")
@@ -85,7 +88,7 @@ def checking_objects(folder: Path) -> Iterator[None]:
         value.seek(0)
         stock(self, read_item, value)
 
-    with replaced(MCoreLoadPlanner, "load_bytes", load_bytes):
+    with replaced(DefaultLoadPlanner, "load_bytes", load_bytes):
         yield
 
 

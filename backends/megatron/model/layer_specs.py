@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention, TENorm
@@ -71,14 +72,28 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+    mlp = submodules_of(parts.mlp)
     if num_experts is None:
-        parts.mlp.submodules.activation_func = SwiGLU
+        mlp.activation_func = SwiGLU
     else:
-        parts.mlp.submodules.router = router_class(config)
-        parts.mlp.submodules.experts.module = GroupedExperts
-        for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
-            net.submodules.activation_func = SwiGLU
+        mlp.router = router_class(config)
+        mlp.experts = _of_class(GroupedExperts, mlp.experts)
+        for net in (mlp.experts, mlp.shared_experts):
+            submodules_of(net).activation_func = SwiGLU
     return layer
+
+
+def submodules_of(spec: Any) -> Any:
+    """The parts of a specification, which is a partial call in megatron-core 0.17 and later."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+
+
+def _of_class(module: type, spec: Any) -> Any:
+    """The specification with another class. A partial call takes no other `module`."""
+    if isinstance(spec, partial):
+        return partial(module, *spec.args, **spec.keywords)
+    spec.module = module
+    return spec
 
 
 class TEAttention(MegatronModule):
@@ -134,5 +149,5 @@ def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleS
     )
     layer.submodules.self_attention.submodules.core_attention = TEAttention
     if num_experts is not None:
-        layer.submodules.mlp.submodules.router = router_class(config)
+        submodules_of(layer.submodules.mlp).router = router_class(config)
     return layer

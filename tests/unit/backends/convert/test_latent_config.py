@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.convert.architecture import Architecture, hf_shapes, model_entries
+from backends.megatron.convert.architecture import Architecture, model_entries, tensor_shapes
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.model.layers import choose_layers
@@ -26,6 +27,8 @@ with importing_megatron():
     from backends.megatron.batch.cp_layout import PackLayout
     from backends.megatron.model import layer_specs
     from backends.megatron.model.attention import bucketed_attention
+    from backends.megatron.model.elementwise import SwiGLU
+    from backends.megatron.model.grouped_experts import GroupedExperts
     from backends.megatron.model.moe import PackRouter, SigmoidRouter
 
 # As DeepSeek writes it, before transformers 5.
@@ -147,7 +150,7 @@ def test_names_and_shapes_are_those_of_transformers(low_rank: int | None, tmp_pa
     ours = {
         name: shape
         for entry in model_entries(arch, "lm")
-        for name, shape in zip(entry.hf, hf_shapes(arch, entry))
+        for name, shape in tensor_shapes(arch, entry).items()
     }
     assert {name: shape for name, shape in ours.items() if ".mlp.experts." not in name} == theirs
     assert not any(name.startswith("model.layers.4") for name in ours), (
@@ -196,6 +199,34 @@ def test_transformer_engines_layers_have_the_same_router(
     )  # fmt: skip
     config: Any = SimpleNamespace(qk_layernorm=False, moe_router_score_function=score)
     assert layer_specs.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
+
+
+def test_parts_of_a_layer_are_replaced_in_specs_that_are_partial_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As megatron-core 0.17 and later make them, where `spec.module = ...` would do nothing."""
+
+    def call(spec: Any) -> Any:
+        return partial(spec.module, submodules=spec.submodules)
+
+    def later(**options: Any) -> Any:
+        layer = get_gpt_layer_local_spec(**options)
+        mlp = layer.submodules.mlp
+        mlp.submodules.experts = call(mlp.submodules.experts)
+        mlp.submodules.shared_experts = call(mlp.submodules.shared_experts)
+        layer.submodules.mlp = call(mlp)
+        return layer
+
+    monkeypatch.setattr(layer_specs, "get_gpt_layer_local_spec", later)
+    config: Any = SimpleNamespace(
+        qk_layernorm=False, multi_latent_attention=False, normalization="RMSNorm",
+        moe_router_score_function="softmax",
+    )  # fmt: skip
+    mlp = layer_specs.submodules_of(layer_specs.local_layer_spec(config, 4).submodules.mlp)
+    assert mlp.router is PackRouter
+    assert mlp.experts.func is GroupedExperts
+    for net in (mlp.experts, mlp.shared_experts):
+        assert layer_specs.submodules_of(net).activation_func is SwiGLU
 
 
 def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRouter:
