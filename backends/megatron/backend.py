@@ -443,7 +443,12 @@ class MegatronBackend:
         return layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
 
     def _prefixes(self) -> PrefixSharing:
-        return choose_prefix_sharing(self.config, self._layers())
+        # A frozen model that is swapped into the policy has the policy's positions.
+        models = [
+            m for m in (*self.frozen.values(), *self._trained.values()) if isinstance(m, Model)
+        ]
+        by_length = any(rope and rope.by_length for model in models for rope in model.arch.ropes)
+        return choose_prefix_sharing(self.config, self._layers(), by_length=by_length)
 
     def close(self) -> None:
         """Release the models and Megatron's groups, and the process group if it was made here."""

@@ -20,7 +20,7 @@ ANY = REQUIRED
 _LIMIT = 1 << 31
 
 Kind = Literal[
-    "size", "count", "number", "float", "scale", "flag", "text", "texts", "counts", "map"
+    "size", "count", "number", "float", "scale", "flag", "text", "texts", "counts", "numbers", "map"
 ]
 
 
@@ -51,6 +51,7 @@ _KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
         "a list of integers of at least 0",
         _list_of(lambda item: type(item) is int and item >= 0),
     ),
+    "numbers": ("a list of positive numbers", _list_of(lambda item: _finite(item) and item > 0)),
     "map": ("an object", lambda value: isinstance(value, dict)),
 }
 

@@ -49,24 +49,35 @@ LATENT_PLAIN: dict[str, Any] = {
     "rope_interleave": False, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }  # fmt: skip
+# Sequences have up to five times the original length.
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 0.5,
+    "high_freq_factor": 3.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8,
+    "beta_fast": 2.0, "beta_slow": 0.1, "truncate": False, "attention_factor": 1.2,
+}  # fmt: skip
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "factor": 5.0, "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.5, 5.0],
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_three": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 3}),
     "qwen3_six": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 6}),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_other": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_tied": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True,
         "tie_word_embeddings": True}),
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [1]}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "llama": ("LlamaConfig", {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192}}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+        "rope_parameters": LONGROPE}),
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_other": ("DeepseekV3Config", LATENT),
     "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
@@ -74,8 +85,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.7,
-        "first_k_dense_replace": 1}),
+        "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
     # One KV head, which tensor-parallel ranks divide.
     **{
         f"{name}_mqa{'_tied' * tied}": (f"{kind}Config", {

@@ -53,8 +53,7 @@ from rlcore.planning.memory import padded_vocab_size
 CPU = torch.device("cpu")
 ARCH = Architecture(
     family="qwen3", hf_config={}, vocab_size=31, tie_word_embeddings=True,
-    max_position_embeddings=64, rope_theta=1e4,
-    rope_scaling=None,
+    max_position_embeddings=64, ropes=(),
     transformer={"num_layers": 6, "hidden_size": 32, "num_attention_heads": 12,
         "num_query_groups": 4, "kv_channels": 16,
                  "ffn_hidden_size": 48},

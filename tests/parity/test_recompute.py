@@ -119,10 +119,8 @@ def test_the_same_gradients_in_less_memory(name: str, results: Results) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
-DENSE_ARCH = Architecture("llama", {}, 31, False, 64, 1e4, None, {"num_layers": 4})
-MOE_ARCH = Architecture(
-    "qwen3_moe", {}, 31, False, 64, 1e4, None, {"num_layers": 4, "num_moe_experts": 4}
-)
+DENSE_ARCH = Architecture("llama", {}, 31, False, 64, (), {"num_layers": 4})
+MOE_ARCH = Architecture("qwen3_moe", {}, 31, False, 64, (), {"num_layers": 4, "num_moe_experts": 4})
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 

@@ -247,7 +247,7 @@ def test_tokens_without_a_record_keep_their_routers_choice_in_the_recomputation_
 
 
 def test_the_engines_records_must_be_those_of_the_model() -> None:
-    arch = Architecture("qwen3_moe", {}, 31, True, 64, 1e4, None,
+    arch = Architecture("qwen3_moe", {}, 31, True, 64, (),
                         {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2})  # fmt: skip
     batch = make_batch()
     with pytest.raises(

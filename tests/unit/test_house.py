@@ -41,7 +41,7 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 7_250,  # SGLang, embedded, external; contract; adapters, fp32 heads
+    "rollout/engines": 7_270,  # SGLang, embedded, external; contract; adapters, fp32 heads
     "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges
@@ -49,8 +49,9 @@ BUDGETS = {
     "rollout/weight_sync": 2_820,  # publications, transports, rendezvous; GPUs named by node
     "rollout/workflows": 1_250,  # environments, agents, MCP
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads, 200 for
-    # tensors of several parts, stacked experts and tensors that exports carry
-    "backends/megatron": 11_950,
+    # tensors of several parts, stacked experts and tensors that exports carry, 300 for all kinds of
+    # rotary positions
+    "backends/megatron": 12_250,
     "backends/megatron/dryrun": 900,  # single ranks at real size
 }
 

@@ -186,6 +186,8 @@ class PackLayout:
     cp: CPRank
     device: torch.device
     positions: Tensor  # int64 [T]: position inside the sequence
+    # All tokens of every sequence, prefix included, without the pads at its end.
+    totals: tuple[int, ...]
     prefixes: Prefixes | None = None  # None: nothing is shared
 
     @classmethod
@@ -195,17 +197,26 @@ class PackLayout:
         device: torch.device,
         cp: CPRank = ALONE,
         prefixes: Prefixes | None = None,
+        totals: Sequence[int] | None = None,
     ) -> PackLayout:
         """Lay out sequences of these lengths, multiples of `cp.chunks`; drop empty sequences.
 
         Args:
             prefixes: the prefixes of the sequences that are not dropped.
+            totals: the tokens of these sequences; default: `lengths`, without prefix or pads.
         """
         present = tuple(n for n in lengths if n)
         sizes = torch.tensor(present, dtype=torch.int64)
         starts = torch.zeros_like(sizes) if prefixes is None else prefixes.counts
         whole = ranges(starts, sizes)
-        return cls(present, cp, device, whole[own_slots(present, cp)].to(device), prefixes)
+        positions = whole[own_slots(present, cp)].to(device)
+        return cls(present, cp, device, positions, tuple(totals or present), prefixes)
+
+    @cached_property
+    def sequence_lengths(self) -> Tensor:
+        """The tokens of each slot's sequence: int64 [T]."""
+        each = torch.tensor(self.totals).repeat_interleave(torch.tensor(self.lengths))
+        return each[own_slots(self.lengths, self.cp)].to(self.device)
 
     @property
     def longest(self) -> int:

@@ -5,6 +5,7 @@ Context-parallel ranks share a pack, and exchange keys, values and the results o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from backends.megatron.batch.cp_layout import PackLayout, Prefixes, own_slots, ranges
+from backends.megatron.batch.rotary import Angles
+from backends.megatron.convert.rope import Rope
 from backends.megatron.parallel.state import ALONE, CPRank
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing.plan import padded_length
@@ -26,13 +29,12 @@ from rlcore.data.packing.sharing import Sharing, share_nothing
 class PackedSequences(PackedSeqParams):
     """Megatron's `packed_seq_params`, with the layout of the pack and its rotary angles.
 
-    `PackedAttention` applies the angles. Megatron itself would split the pack sequence by sequence
-    in Python to rotate q and k, in every layer.
+    A layer's attention applies the angles of its rotary positions. Megatron itself would split the
+    pack sequence by sequence in Python to rotate q and k, in every layer.
     """
 
     layout: PackLayout | None = None
-    cos: Tensor | None = None  # [T, 1, d/2]: cosine of each token's angle
-    sin: Tensor | None = None
+    angles: Mapping[Rope, Angles] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,9 @@ def lay_out(
             sharing.slots[ranges(begins, sharing.shared[runs])],
             longest=int((counts + torch.tensor(sizes)).max()),
         )
-    return PackLayout.of_lengths(sizes, device, cp, prefixes), own_slots(sizes, cp)
+    totals = lengths[runs].tolist() + sizes[len(runs) :]
+    layout = PackLayout.of_lengths(sizes, device, cp, prefixes, totals)
+    return layout, own_slots(sizes, cp)
 
 
 # --- the exchange between context-parallel ranks --------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.megatron.convert.families import FAMILIES
+from backends.megatron.convert.rope import Rope
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Family
 from rlcore.planning.shape import ModelShape
 
@@ -21,12 +22,9 @@ from rlcore.planning.shape import ModelShape
 class Architecture:
     """A model as its `config.json` describes it.
 
-    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (of `LatentConfig`
-    with latent attention), without layout, dtype and activation: the model builder adds
-    `activation_func` by the name in `activation` ("silu" is torch's `F.silu`). `rope_theta` is the
-    `rotary_base` of `GPTModel`; `rope_scaling` holds further keyword arguments of `GPTModel`
-    (`rope_scaling`, `rope_scaling_factor`, `seq_len_interpolation_factor`, `rotary_percent`), or is
-    None.
+    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (of its
+    `MLATransformerConfig` with latent attention), without layout, dtype and activation: the model
+    builder adds `activation_func` by the name in `activation` ("silu" is torch's `F.silu`).
     """
 
     family: str
@@ -34,8 +32,8 @@ class Architecture:
     vocab_size: int  # without Megatron's padding
     tie_word_embeddings: bool
     max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    # The rotary positions of each layer; None: a layer without.
+    ropes: tuple[Rope | None, ...]
     transformer: dict[str, Any]
     activation: Literal["silu"] = "silu"
     # "value": a `*ForSequenceClassification` folder with one label.
@@ -122,14 +120,7 @@ class Architecture:
 
     def computes_like(self, other: Architecture) -> bool:
         """Whether the other model's modules with this model's weights compute the same."""
-        computed = (
-            "family",
-            "transformer",
-            "activation",
-            "tie_word_embeddings",
-            "rope_theta",
-            "rope_scaling",
-        )
+        computed = ("family", "transformer", "activation", "tie_word_embeddings", "ropes")
         return all(getattr(self, name) == getattr(other, name) for name in computed)
 
     def entries(self) -> list[Entry]:

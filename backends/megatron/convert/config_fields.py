@@ -33,6 +33,8 @@ _COMMON = {
     # null: hidden_size / num_attention_heads.
     "head_dim": _OTHER_SIZE,
     "max_position_embeddings": _SIZE,
+    # transformers prefers it to the setting of the same name in `rope_parameters`.
+    "original_max_position_embeddings": _OTHER_SIZE,
     "rms_norm_eps": Field("float", 1e-6),
     "tie_word_embeddings": Field("flag", False),
     "hidden_act": Field("text", "silu", only="silu"),
@@ -141,21 +143,29 @@ _SCALED = {**_ROPE, "factor": Field("number")}
 ROPE: Mapping[str, Mapping[str, Field]] = {
     "default": _ROPE,
     "linear": _SCALED,
-    # Megatron hard-codes these three; only the factor is an argument.
     "llama3": {
         **_SCALED,
-        "low_freq_factor": Field("number", only=1.0),
-        "high_freq_factor": Field("number", only=4.0),
-        "original_max_position_embeddings": Field("size", only=8192),
+        "low_freq_factor": Field("number"),
+        "high_freq_factor": Field("number"),
+        "original_max_position_embeddings": _SIZE,
     },
     "yarn": {
         **_SCALED,
         "original_max_position_embeddings": _SIZE,
-        "attention_factor": Field("number", None, nullable=True, only=None),
-        "truncate": Field("flag", True, only=True),
+        "attention_factor": Field("number", None, nullable=True),
+        "truncate": Field("flag", True),
         "beta_fast": Field("number", 32.0, nullable=True),
         "beta_slow": Field("number", 1.0, nullable=True),
         "mscale": Field("scale", None, nullable=True),
         "mscale_all_dim": Field("scale", None, nullable=True),
+    },
+    "longrope": {
+        **_ROPE,
+        # null: max_position_embeddings / original_max_position_embeddings.
+        "factor": Field("number", None, nullable=True),
+        "original_max_position_embeddings": _SIZE,
+        "attention_factor": Field("number", None, nullable=True),
+        "short_factor": Field("numbers"),
+        "long_factor": Field("numbers"),
     },
 }

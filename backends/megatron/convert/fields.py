@@ -1,4 +1,4 @@
-"""Rotary positions, experts and latent attention of a `config.json` as TransformerConfig fields.
+"""Experts and latent attention of a `config.json` as TransformerConfig fields.
 
 Imports neither torch nor Megatron.
 """
@@ -6,110 +6,13 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.megatron.convert.config_fields import ROPE
-from backends.megatron.convert.table import Experts, Family
+from backends.megatron.convert.rope import Rope
+from backends.megatron.convert.table import Experts
 from rlcore.errors import ModelError
-from rlcore.hf_config.fields import check_fields, refusal
-
-FULL_ATTENTION = "full_attention"
-
-# --- rotary positions -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rope:
-    """The rotary positions of a model: base, kind, and the checked settings of the kind."""
-
-    theta: float
-    kind: str
-    settings: Mapping[str, Any]
-
-
-def read_rope(
-    folder: Path, given: Mapping[str, Any], config: Mapping[str, Any], family: Family
-) -> Rope:
-    """Read either spelling of rotary positions, like transformers 5.
-
-    transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`.
-    A value that is given twice must be the same.
-
-    Args:
-        given: the unchanged `config.json`, to distinguish given values from defaults.
-    """
-    old = _one_spelling(folder, "rope_scaling", config)
-    new = _one_spelling(folder, "rope_parameters", config)
-    if old and new and old != new:
-        raise refusal(
-            folder,
-            "rope_parameters and rope_scaling",
-            [new, old],
-            "the same in both, or one of them alone",
-        )
-    name = "rope_scaling" if old else "rope_parameters"
-    said = old or new
-    outer = config["rope_theta"]
-    if "rope_theta" in given and said.get("rope_theta", outer) != outer:
-        raise refusal(
-            folder,
-            f"rope_theta and {name}.rope_theta",
-            [outer, said["rope_theta"]],
-            "the same in both, or one of them alone",
-        )
-    kind = said.get("rope_type", "default")
-    kinds = ("default", "yarn") if family.latent_attention else ("default", "linear", "llama3")
-    if kind not in kinds:
-        attention = "latent attention" if family.latent_attention else "its attention"
-        raise refusal(
-            folder, f"{name}.rope_type", kind, f"{', '.join(kinds)}, which {attention} supports"
-        )
-    said = {
-        "rope_theta": outer,
-        "original_max_position_embeddings": config["max_position_embeddings"],
-        "partial_rotary_factor": config["partial_rotary_factor"],
-        **said,
-    }
-    partial = {"partial_rotary_factor": family.fields["partial_rotary_factor"]}
-    settings = check_fields(folder, said, {**ROPE[kind], **partial}, f"{name}.")
-    if settings.get("mscale_all_dim") and not settings["mscale"]:
-        raise refusal(
-            folder,
-            f"{name}.mscale",
-            settings["mscale"],
-            "a number above 0, as megatron-core needs it together with mscale_all_dim",
-        )
-    return Rope(float(settings["rope_theta"]), kind, settings)
-
-
-def _one_spelling(folder: Path, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under one name; `rope_type` may have its old name `type`."""
-    said = dict(config[name] or {})
-    # transformers reads a key that names a layer type as the settings of these layers.
-    if nested := sorted(k for k, v in said.items() if k == FULL_ATTENTION or isinstance(v, dict)):
-        raise refusal(
-            folder, f"{name}.{nested[0]}", said[nested[0]], "one set of positions for all layers"
-        )
-    if said:
-        kind = said.pop("type", said.get("rope_type", "default"))
-        if said.setdefault("rope_type", kind) != kind:
-            got = [said["rope_type"], kind]
-            raise refusal(folder, f"{name}.rope_type and {name}.type", got, "the same")
-    return said
-
-
-def rope_arguments(rope: Rope) -> dict[str, Any] | None:
-    """Scaling and partial rotation as GPTModel's keyword arguments."""
-    part = float(rope.settings["partial_rotary_factor"] or 1.0)
-    found: dict[str, Any] = {} if part == 1.0 else {"rotary_percent": part}
-    if rope.kind == "linear":
-        found["seq_len_interpolation_factor"] = float(rope.settings["factor"])
-    if rope.kind == "llama3":
-        found |= {"rope_scaling": True, "rope_scaling_factor": float(rope.settings["factor"])}
-    return found or None
-
+from rlcore.hf_config.fields import refusal
 
 # --- experts --------------------------------------------------------------------------------------
 
@@ -207,8 +110,8 @@ def _moe_layers(folder: Path, config: Mapping[str, Any], num_layers: int) -> lis
 # --- latent attention -----------------------------------------------------------------------------
 
 
-def latent_fields(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
-    """Read the sizes of the five projections, and the rotary positions of each layer."""
+def latent_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the sizes of the five projections."""
     plain = config["qk_nope_head_dim"]
     rotary = config["qk_rope_head_dim"]
     return {
@@ -219,32 +122,14 @@ def latent_fields(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
         "qk_pos_emb_head_dim": rotary,
         "v_head_dim": config["v_head_dim"],
         "kv_channels": plain + rotary,
-        "rope_interleave": config["rope_interleave"],
-        **_rotary_fields(rope),
     }
 
 
-def _rotary_fields(rope: Rope) -> dict[str, Any]:
-    if rope.kind == "default":
-        return {
-            "rope_type": "rope",
-            "rotary_base": rope.theta,
-            "rotary_scaling_factor": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.0,
-        }
-    settings = rope.settings
-    mscale, mscale_all_dim = (float(settings[key] or 0.0) for key in ("mscale", "mscale_all_dim"))
-    if not mscale_all_dim:
-        # transformers then uses `factor` alone.
-        mscale = 1.0
+def latent_scale(rope: Rope) -> dict[str, Any]:
+    """The fields by which Megatron scales the scores of a latent attention under YaRN."""
     return {
-        "rope_type": "yarn",
-        "rotary_base": rope.theta,
-        "rotary_scaling_factor": float(settings["factor"]),
-        "original_max_position_embeddings": settings["original_max_position_embeddings"],
-        "beta_fast": float(settings["beta_fast"] or 32.0),
-        "beta_slow": float(settings["beta_slow"] or 1.0),
-        "mscale": mscale,
-        "mscale_all_dim": mscale_all_dim,
+        # Megatron's own positions, which are not used.
+        "rope_type": "rope",
+        "rotary_scaling_factor": rope.factor,
+        "mscale_all_dim": rope.mscale_all_dim,
     }

@@ -15,14 +15,8 @@ from safetensors import SafetensorError, safe_open
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.config_fields import ARCHITECTURES
 from backends.megatron.convert.families import FAMILIES
-from backends.megatron.convert.fields import (
-    FULL_ATTENTION,
-    Rope,
-    expert_fields,
-    latent_fields,
-    read_rope,
-    rope_arguments,
-)
+from backends.megatron.convert.fields import expert_fields, latent_fields, latent_scale
+from backends.megatron.convert.rope import FULL_ATTENTION, read_ropes
 from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Family
 from rlcore.config import Config
 from rlcore.config.derived import other_folders
@@ -55,16 +49,20 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
     if is_classifier:
         _check_labels(folder, config)
-    rope = read_rope(folder, given, config, family)
+    fields = _transformer_fields(folder, config, family)
+    rotated = fields.get("qk_pos_emb_head_dim", fields["kv_channels"])
+    ropes = read_ropes(folder, given, config, family, rotated)
+    if family.latent_attention:
+        fields |= latent_scale(ropes[FULL_ATTENTION])
+    kinds = config["layer_types"] or [FULL_ATTENTION] * config["num_hidden_layers"]
     arch = Architecture(
         family=family.model_type,
         hf_config=whole,
         vocab_size=config["vocab_size"],
         tie_word_embeddings=config["tie_word_embeddings"],
         max_position_embeddings=config["max_position_embeddings"],
-        rope_theta=rope.theta,
-        rope_scaling=rope_arguments(rope),
-        transformer=_transformer_fields(folder, config, family, rope),
+        ropes=tuple(ropes[kind] for kind in kinds),
+        transformer=fields,
         head="value" if is_classifier else "lm",
         folder=folder,
     )
@@ -91,9 +89,7 @@ def read_models(
     return found.pop("model.path"), found
 
 
-def _transformer_fields(
-    folder: Path, config: Mapping[str, Any], family: Family, rope: Rope
-) -> dict[str, Any]:
+def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     fields: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
@@ -117,7 +113,7 @@ def _transformer_fields(
             raise refusal(
                 folder, "head_dim", config["head_dim"], f"qk_rope_head_dim {rotary}, or no head_dim"
             )
-        fields |= latent_fields(config, rope)
+        fields |= latent_fields(config)
     else:
         hidden = config["hidden_size"]
         # Llama's configuration class refuses this for any head_dim; the others accept a remainder.
@@ -125,24 +121,10 @@ def _transformer_fields(
             expected = f"a divisor of hidden_size {hidden}"
             raise refusal(folder, "num_attention_heads", heads, expected)
         fields["kv_channels"] = config["head_dim"] or hidden // heads
-        _check_rotary_part(folder, fields["kv_channels"], rope)
     _check_heads(folder, fields)
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
     return fields
-
-
-def _check_rotary_part(folder: Path, head_dim: int, rope: Rope) -> None:
-    part = rope.settings["partial_rotary_factor"]
-    if part in (None, 1):
-        return
-    rotary = int(head_dim * part)
-    if not 0 < rotary <= head_dim or rotary % 2:
-        expected = (
-            f"an even share of the head_dim {head_dim} (hidden_size / num_attention_heads), for"
-            " rope"
-        )
-        raise refusal(folder, "partial_rotary_factor", part, expected)
 
 
 def _check_heads(folder: Path, fields: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Packed (`thd`) causal self-attention without Transformer Engine, rotary positions, and RMSNorm.
+"""Packed (`thd`) causal self-attention without Transformer Engine, and RMSNorm.
 
 A pack is T tokens of several concatenated sequences, or a context-parallel rank's share of them
 (`PackLayout`).
@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from backends.megatron.batch.cp_layout import PackLayout
-from backends.megatron.batch.pack import PackedSequences, gather_keys_values
+from backends.megatron.batch.pack import gather_keys_values
+from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.kernels import kernel_type
-from backends.megatron.model.elementwise import rotate
+from backends.megatron.model.elementwise import rotate_heads
 from backends.megatron.model.merged_attention import merged_attention
 
 # Merging is faster from this many copied keys for each token of the pack on, and from this many
@@ -30,35 +30,6 @@ MERGED_FROM = 3.0
 LONG_PREFIX = 256
 # The same for the variable-length kernel (section "sharing" of benchmarks/gpu.sh, on an H100).
 MERGED_FROM_VARLEN = 4.0
-
-
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Writes the rotary angles of a pack into its `PackedSequences`.
-
-    GPTModel asks for a length and passes it to `forward`. Here the packed sequences are passed in
-    place of the length.
-    """
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the packed sequences."""
-        packed = kwargs.get("packed_seq_params", args[-1] if args else None)
-        if not isinstance(packed, PackedSequences):
-            raise TypeError(
-                f"the model takes packed sequences only, got packed_seq_params={packed!r}"
-            )
-        return packed
-
-    def forward(  # type: ignore[override]
-        self, packed: PackedSequences, *args: Any, **kwargs: Any
-    ) -> None:
-        """Compute the angles of each token at its position inside its sequence."""
-        assert packed.layout is not None
-        # [longest, 1, 1, d] with equal halves.
-        emb: Tensor = self.get_emb(packed.layout.longest)
-        angles = emb[..., : emb.size(-1) // 2]
-        packed.cos, packed.sin = (
-            part[packed.layout.positions, 0] for part in (angles.cos(), angles.sin())
-        )
 
 
 class CoreAttention(MegatronModule):
@@ -102,12 +73,21 @@ class CoreAttention(MegatronModule):
 
 
 class PackedAttention(CoreAttention):
-    """Core attention that first rotates q and k by the angles of the pack."""
+    """Core attention that first rotates q and k by the angles of the pack.
+
+    Args:
+        rope: the rotary positions of the layer; None: none.
+    """
+
+    def __init__(self, *args: Any, rope: Rope | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rope = rope
 
     def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Rotate q and k, then attend."""
-        packed = kwargs["packed_seq_params"]
-        query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
+        if self.rope is not None:
+            angles = kwargs["packed_seq_params"].angles[self.rope]
+            query, key = rotate_heads(query, key, angles)
         return super().forward(query, key, *args, **kwargs)
 
 

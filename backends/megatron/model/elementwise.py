@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backends.megatron.batch.rotary import Angles
 from backends.megatron.model.fused import Fused, fuses
 
 
@@ -46,6 +47,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     rotated: Tensor = _Rotation.apply(x, cos.to(x.dtype), sin.to(x.dtype))
     return rotated
+
+
+def rotate_heads(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, heads, d] and k [T, groups, d].
+
+    Interleaved pairs come out in halves, in q and k alike, so that their products are the same.
+    """
+    rotated = 2 * angles.cos.size(-1)
+    found = []
+    for x in (query, key):
+        if angles.interleaved:
+            x = torch.cat((x[..., 0:rotated:2], x[..., 1:rotated:2], x[..., rotated:]), -1)
+        found.append(rotate(x, angles.cos, angles.sin))
+    return found[0], found[1]
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,20 +11,21 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor, nn
 
+from backends.megatron.batch.pack import PackedSequences
+from backends.megatron.batch.rotary import RotaryPositions
 from backends.megatron.checks.transformer_fields import (
     INIT_METHODS,
     check_overrides,
     check_recompute,
 )
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import replaced
-from backends.megatron.model.attention import PackedRotaryEmbedding
 from backends.megatron.model.head import LogprobHead, Targets, ValueHead
-from backends.megatron.model.latent_attention import LatentConfig
 from backends.megatron.model.layer_specs import layer_specs
 from backends.megatron.model.layers import LOCAL_FIELDS
 from backends.megatron.model.moe import keep_no_graphs, moe_fields
@@ -84,7 +85,7 @@ def transformer_config(
         **overrides,
     }
     try:
-        return (LatentConfig if arch.latent_attention else TransformerConfig)(**fields)
+        return (MLATransformerConfig if arch.latent_attention else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(
             f"policy.megatron {dict(overrides)}: megatron.core refuses the model: {error}"
@@ -94,11 +95,22 @@ def transformer_config(
 class PackModel(GPTModel):
     """A GPTModel over packs, whose last stage returns the results of `head` for its `labels`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # With latent attention each layer has its own rotary embedding.
-        if not self.config.multi_latent_attention:
-            self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+    def __init__(self, *args: Any, ropes: Iterable[Rope | None], **kwargs: Any) -> None:
+        # Megatron's own positions would be computed sequence by sequence.
+        super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.rotary_positions = RotaryPositions(ropes, torch.cuda.current_device())
+
+    def _preprocess(
+        self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
+    ) -> Any:
+        """Write the rotary angles of the pack into `packed_seq_params`, for all layers."""
+        packed = packed_seq_params
+        if not isinstance(packed, PackedSequences) or packed.layout is None:
+            raise TypeError(
+                f"the model takes packed sequences only, got packed_seq_params={packed!r}"
+            )
+        packed.angles = self.rotary_positions.angles(packed.layout)
+        return super()._preprocess(*args, packed_seq_params=packed, **kwargs)
 
     def head(self, hidden: Tensor, targets: Targets) -> Any:
         """Compute the results of the last stage from its hidden states."""
@@ -166,19 +178,17 @@ def build_chunks(
     chunks: list[GPTModel] = []
     for stage in range(virtual or 1):
         vp_stage = stage if virtual else None
-        common: dict[str, Any] = dict(
-            config=config,
-            transformer_layer_spec=layer_specs(arch, config, vp_stage),
-            vocab_size=padded_vocab,
-            max_sequence_length=arch.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            parallel_output=True,
-            position_embedding_type="rope",
-            rotary_base=arch.rope_theta,
-            vp_stage=vp_stage,
-            **(arch.rope_scaling or {}),
-        )
+        common: dict[str, Any] = {
+            "config": config,
+            "transformer_layer_spec": layer_specs(arch, config, vp_stage),
+            "vocab_size": padded_vocab,
+            "max_sequence_length": arch.max_position_embeddings,
+            "pre_process": mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "post_process": mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "parallel_output": True,
+            "ropes": arch.ropes,
+            "vp_stage": vp_stage,
+        }
         # With `gradient_accumulation_fusion` Megatron's output layer requires Apex's kernel, which
         # our head does not use.
         with replaced(tensor_parallel_layers, "_grad_accum_fusion_available", True):

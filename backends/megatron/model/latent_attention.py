@@ -8,7 +8,6 @@ shared key's gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +17,15 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
+from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 
 from backends.megatron.batch.pack import PackedSequences
+from backends.megatron.batch.rotary import Angles
+from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import replaced
 from backends.megatron.model.attention import LocalRMSNorm
-from backends.megatron.model.elementwise import rotate
-
-
-@dataclass
-class LatentConfig(MLATransformerConfig):
-    """Megatron's fields, and the order of the rotary dimensions in the weights.
-
-    With `rope_interleave` the two dimensions of a rotated pair are adjacent; otherwise they are
-    half a head apart.
-    """
-
-    rope_interleave: bool = True
+from backends.megatron.model.elementwise import rotate_heads
 
 
 class LatentRMSNorm(LocalRMSNorm):
@@ -49,13 +39,18 @@ class LatentRMSNorm(LocalRMSNorm):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Megatron's layer over T slots, of which a rank holds T / TP under sequence parallelism."""
+    """Megatron's layer over T slots, of which a rank holds T / TP under sequence parallelism.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        rope: the rotary positions of the layer.
+    """
+
+    def __init__(self, *args: Any, rope: Rope, **kwargs: Any) -> None:
         # Without Transformer Engine Megatron's classes for it are stubs that `isinstance` rejects.
         has_te = multi_latent_attention.HAVE_TE and transformer_engine.HAVE_TE
         with replaced(multi_latent_attention, "HAVE_TE", has_te):
             super().__init__(*args, **kwargs)
+        self.rope = rope
 
     def get_query_key_value_tensors(
         self,
@@ -70,7 +65,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
         `hidden_states` is [T, 1, hidden].
         """
-        cos, sin = self._angles(packed_seq_params)
+        assert packed_seq_params is not None
         low_query = hidden_states[:, 0]
         if self.config.q_lora_rank is not None:
             low_query = self.q_layernorm(
@@ -84,20 +79,9 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         # Each tensor-parallel rank makes its own heads of the shared key, so the gradients of all
         # ranks are summed.
         shared_key = copy_to_tensor_model_parallel_region(shared_key)
-        query, key, value = self._heads(low_query, latent, shared_key, cos, sin)
+        angles = packed_seq_params.angles[self.rope]
+        query, key, value = self._heads(low_query, latent, shared_key, angles)
         return query, key, value, low_query, latent
-
-    def _angles(self, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
-        """The cosine and sine of each slot at its position, with YaRN's factor: [T, 1, d/2]."""
-        assert packed is not None
-        assert packed.layout is not None
-        found = self.rotary_pos_emb.get_emb(packed.layout.longest)
-        factor = 1.0
-        if isinstance(found, tuple):
-            found, factor = found
-        # Both halves of the angles are equal.
-        angles = found[packed.layout.positions, 0, :, : found.size(-1) // 2]
-        return angles.cos() * factor, angles.sin() * factor
 
     def _whole(self, projection: Any, hidden_states: Tensor) -> Tensor:
         """The gathered output of a projection that tensor parallelism splits: [T, width]."""
@@ -110,7 +94,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return scatter_to_sequence_parallel_region(low) if self.config.sequence_parallel else low
 
     def _heads(
-        self, low_query: Tensor, latent: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor
+        self, low_query: Tensor, latent: Tensor, shared_key: Tensor, angles: Angles
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         heads = self.num_attention_heads_per_partition
@@ -121,22 +105,13 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         key, value = _split_heads(
             self.linear_kv_up_proj(latent)[0], heads, config.qk_head_dim, config.v_head_dim
         )
-        rotary_query, rotary_key = (
-            self._rotated(x, cos, sin) for x in (rotary_query, shared_key[:, None])
-        )
+        rotary_query, rotary_key = rotate_heads(rotary_query, shared_key[:, None], angles)
         rotary_key = rotary_key.expand(-1, heads, -1)
         return (
             torch.cat((query, rotary_query), -1),
             torch.cat((key, rotary_key), -1),
             value.contiguous(),
         )
-
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # Even dimensions, then odd ones. The order is the same in q and k, so their products do not
-        # change.
-        if self.config.rope_interleave:
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
-        return rotate(x, cos, sin)
 
 
 def _split_heads(x: Tensor, heads: int, first: int, second: int) -> tuple[Tensor, Tensor]:

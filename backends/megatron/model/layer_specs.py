@@ -23,9 +23,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.rope import Rope
 from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
 from backends.megatron.model.divided_heads import DividedHeads, divides_heads
-from backends.megatron.model.elementwise import SwiGLU, rotate
+from backends.megatron.model.elementwise import SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
@@ -38,19 +39,20 @@ def layer_specs(
     """The specifications of the layers of one chunk."""
     te = config.transformer_impl == "transformer_engine"
     layer_spec = te_layer_spec if te else local_layer_spec
-    dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
-    if divides_heads(config):
-        dense.submodules.self_attention.module = DividedHeads
-        moe.submodules.self_attention.module = DividedHeads
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    return TransformerBlockSubmodules(
-        layer_specs=[moe if has else dense for has in here],
-        layer_norm=TENorm if te else LocalRMSNorm,
-    )
+    here = slice(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = []
+    for has_experts, rope in zip(arch.moe_layers[here], arch.ropes[here], strict=True):
+        spec = layer_spec(config, config.num_moe_experts if has_experts else None, rope)
+        if divides_heads(config):
+            spec.submodules.self_attention.module = DividedHeads
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if te else LocalRMSNorm)
 
 
-def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def local_layer_spec(
+    config: TransformerConfig, num_experts: int | None, rope: Rope | None
+) -> ModuleSpec:
     """Megatron's local layer with packed attention and torch's RMSNorm."""
     layer = copy.deepcopy(
         get_gpt_layer_local_spec(
@@ -64,12 +66,13 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
     parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
+        parts.self_attention.params = {**parts.self_attention.params, "rope": rope}
         latent = parts.self_attention.submodules
         latent.core_attention = CoreAttention
         latent.q_layernorm = latent.kv_layernorm = LatentRMSNorm
     else:
         attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
+        attention.core_attention = ModuleSpec(PackedAttention, params={"rope": rope})
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     mlp = submodules_of(parts.mlp)
@@ -104,8 +107,9 @@ class TEAttention(MegatronModule):
     each rank with an early and a late chunk.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: Any, *args: Any, rope: Rope | None, **kwargs: Any) -> None:
         super().__init__(config=config)
+        self.rope = rope
         self.attention = TEDotProductAttention(config, *args, **kwargs)
 
     def forward(
@@ -113,7 +117,8 @@ class TEAttention(MegatronModule):
     ) -> Tensor:
         """q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]."""
         packed = packed_seq_params
-        query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
+        if self.rope is not None:
+            query, key = rotate_heads(query, key, packed.angles[self.rope])
         # Offsets of the sequences over all CP ranks.
         cu = packed.layout.cu_seqlens
         longest = packed.layout.longest
@@ -128,7 +133,9 @@ class TEAttention(MegatronModule):
         return out.reshape(query.size(0), -1)
 
 
-def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def te_layer_spec(
+    config: TransformerConfig, num_experts: int | None, rope: Rope | None
+) -> ModuleSpec:
     """The specification of one Transformer Engine layer.
 
     With experts it has grouped matmuls, and the router that leaves pads out. Raises ConfigError if
@@ -147,7 +154,8 @@ def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleS
             qk_layernorm=config.qk_layernorm,
         )
     )
-    layer.submodules.self_attention.submodules.core_attention = TEAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(TEAttention, params={"rope": rope})
     if num_experts is not None:
         submodules_of(layer.submodules.mlp).router = router_class(config)
     return layer

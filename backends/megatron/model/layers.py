@@ -113,8 +113,13 @@ class PrefixSharing:
         return f"{'computed once' if self.on else 'in every sequence'} ({self.reason})"
 
 
-def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
+def choose_prefix_sharing(
+    config: Config, layers: Layers, *, by_length: bool = False
+) -> PrefixSharing:
     """Choose whether shared prefixes are computed once.
+
+    Args:
+        by_length: a token's rotary angle depends on the length of its sequence.
 
     Raises ConfigError if `policy.share_prefixes` is `on`, but the run does not support it.
     """
@@ -128,6 +133,8 @@ def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
         )
     elif losses := [name for name in _LOSSES if config.policy.megatron.get(name)]:
         why_not = f"policy.megatron.{losses[0]}: a router's loss would count a shared token once"
+    elif by_length:
+        why_not = "with longrope a token's angle depends on the length of its sequence"
     else:
         return PrefixSharing(True, f"policy.share_prefixes: {wanted}")
     if wanted == "on":

@@ -163,7 +163,7 @@ class CausalLM:
             module.get_output_embeddings().__class__ = Fp32Head
         config: Any = self.module.config
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+        self.max_positions = _max_positions(config)
         self.dtype = DTYPES[dtype]
         self.tap = ExpertTap(self.module)
 
@@ -188,6 +188,16 @@ class CausalLM:
         cache.length += tokens.shape[1]
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def _max_positions(config: Any) -> int:
+    """The longest sequence that the model computes right next to others, over a cache."""
+    longest: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return longest
+    # In a longer sequence every key would change, also those of the sequences in its batch.
+    return min(longest, rope.get("original_max_position_embeddings") or longest)
 
 
 def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.Module:

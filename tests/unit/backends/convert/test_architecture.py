@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.rope import Rope
 from rlcore.errors import ModelError
 from rollout.engines.checks import folder_vocab_size, model_config
 
@@ -48,7 +49,7 @@ def test_llama(tmp_path: Path) -> None:
     arch = read_architecture(folder(tmp_path))
     assert (arch.family, arch.vocab_size, arch.head, arch.activation) == ("llama", 31, "lm", "silu")
     assert not arch.tie_word_embeddings
-    assert (arch.rope_theta, arch.rope_scaling) == (500000.0, None)
+    assert arch.ropes == (Rope("default", 500000.0, 8),) * 2
     assert arch.transformer == {
         "num_layers": 2,
         "hidden_size": 32,
@@ -77,13 +78,13 @@ def test_llama(tmp_path: Path) -> None:
 )
 def test_both_spellings_of_rope(tmp_path: Path, changes: dict[str, Any]) -> None:
     arch = read_architecture(folder(tmp_path, **changes))
-    assert arch.rope_theta == 10000.0
-    assert arch.rope_scaling == {"rope_scaling": True, "rope_scaling_factor": 32.0}
+    llama3 = Rope("llama3", 10000.0, 8, factor=32.0, original_length=8192)
+    assert arch.ropes == (llama3,) * 2
 
 
 def test_linear_rope_and_the_oldest_spelling(tmp_path: Path) -> None:
     arch = read_architecture(folder(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}))
-    assert arch.rope_scaling == {"seq_len_interpolation_factor": 2.0}
+    assert arch.ropes == (Rope("linear", 500000.0, 8, factor=2.0),) * 2
 
 
 def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
@@ -108,12 +109,12 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
         ),
         ({"model_type": None, "architectures": None}, "model_type None"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type: got 'yarn', expected default, linear, llama3",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_scaling.rope_type: got 'dynamic', expected default, linear, llama3, yarn, ",
         ),
         (
-            {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}},
-            "rope_scaling.low_freq_factor: got 2.0",
+            {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": -2.0}},
+            "rope_scaling.low_freq_factor: got -2.0",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing"),
         ({"vocab_size": None}, "vocab_size: got nothing"),

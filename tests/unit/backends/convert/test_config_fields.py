@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from backends.megatron.batch.rotary import inverse_frequencies
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.config_fields import ROPE
 from backends.megatron.convert.families import FAMILIES
@@ -68,6 +72,10 @@ ROPES: dict[str, dict[str, Any]] = {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
         "mscale": 0.7, "mscale_all_dim": 0.5,
     },
+    "longrope": {
+        "rope_type": "longrope", "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0],
+    },
 }  # fmt: skip
 SPELLINGS = "rope_scaling", "rope_parameters"
 
@@ -85,6 +93,14 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return rest if value is LEFT_OUT else {**rest, key: value}
 
 
+def ropes_of(family: str) -> dict[str, dict[str, Any]]:
+    """ROPES for the rotated part of the family's heads."""
+    pairs = 2 if family == "glm4_moe" else 4
+    long = ROPES["longrope"]
+    cut = {key: long[key][:pairs] for key in ("short_factor", "long_factor")}
+    return {**ROPES, "longrope": {**long, **cut}}
+
+
 def theirs(config: dict[str, Any]) -> PretrainedConfig | None:
     """What transformers reads; None where it refuses the configuration."""
     # It would make a list of so many layers or labels.
@@ -92,7 +108,11 @@ def theirs(config: dict[str, Any]) -> PretrainedConfig | None:
         return None
     try:
         # It writes into what it is given.
-        return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+        config = copy.deepcopy(config)
+        if config["model_type"] == "mixtral" and config.get("head_dim") is None:
+            # Its longrope and yarn multiply the null that is Mixtral's default.
+            config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        return CONFIG_MAPPING[config["model_type"]].from_dict(config)
     except (
         StrictDataclassError,
         ArithmeticError,
@@ -109,31 +129,39 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
     family = config.model_type
     latent = family == "deepseek_v3"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # As a model does when it is built.
+    config.standardize_rope_params()
     rope = config.rope_parameters
     found = {
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads, "groups": config.num_key_value_heads,
         "positions": config.max_position_embeddings, "epsilon": config.rms_norm_eps,
-        "tied": config.tie_word_embeddings, "theta": rope["rope_theta"],
-        "part": rope.get("partial_rotary_factor") or 1.0,
+        "tied": config.tie_word_embeddings,
         "norms": getattr(config, "use_qk_norm", family in ("qwen3", "qwen3_moe")),
         "bias": getattr(config, "attention_bias", False) or family in ("qwen2", "qwen2_moe"),
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
-        "rope": {
-            key: rope[key]
-            for key in ("rope_type", "factor", "original_max_position_embeddings",
-                        "low_freq_factor", "high_freq_factor")
-            if key in ROPE.get(rope["rope_type"], {}) or key == "rope_type"
-        },
+        "rope": [rope["rope_type"], *meant_angles(config)],
     }  # fmt: skip
-    if rope["rope_type"] == "yarn":
-        both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
-        found["yarn"] = [
-            rope.get("beta_fast") or 32, rope.get("beta_slow") or 1,
-            rope["mscale"] if both else 1.0, rope["mscale_all_dim"] if both else 0.0,
-        ]  # fmt: skip
     return {**found, **(meant_experts(config) if hasattr(config, "num_experts_per_tok") else {})}
+
+
+def meant_angles(config: PretrainedConfig) -> list[Any]:
+    """The frequencies of short and long sequences, and the attention factor."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        glm = config.model_type == "glm4_moe"
+        module: Any = Glm4MoeRotaryEmbedding if glm else LlamaRotaryEmbedding
+        one, factor = module.compute_default_rope_parameters(config)
+        return [one.tolist(), one.tolist(), factor]
+    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    # The functions read `head_dim` without a default.
+    config.head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    one, factor = compute(config)
+    long, _ = compute(config, seq_len=rope.get("original_max_position_embeddings", 0) + 1)
+    return [one.tolist(), long.tolist(), factor]
 
 
 def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
@@ -176,29 +204,22 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
 def ours(arch: Architecture) -> dict[str, Any]:
     """The same of an architecture."""
     t = arch.transformer
-    rope: dict[str, Any] = {"rope_type": "default"}
-    scaling = arch.rope_scaling or {}
-    if "seq_len_interpolation_factor" in scaling:
-        rope = {"rope_type": "linear", "factor": scaling["seq_len_interpolation_factor"]}
-    if scaling.get("rope_scaling"):
-        # Megatron hard-codes the three others.
-        rope = ROPES["llama3"] | {"factor": scaling["rope_scaling_factor"]}
+    (rope,) = {*arch.ropes}
+    assert rope is not None
+    assert len(arch.ropes) == t["num_layers"]
     found = {
         "vocab_size": arch.vocab_size, "hidden_size": t["hidden_size"],
         "intermediate_size": t["ffn_hidden_size"], "layers": t["num_layers"],
         "heads": t["num_attention_heads"], "groups": t["num_query_groups"],
         "positions": arch.max_position_embeddings, "epsilon": t["layernorm_epsilon"],
-        "tied": arch.tie_word_embeddings, "theta": arch.rope_theta, "head_dim": t["kv_channels"],
-        "part": scaling.get("rotary_percent", 1.0), "norms": t["qk_layernorm"],
-        "bias": t["add_qkv_bias"],
+        "tied": arch.tie_word_embeddings, "head_dim": t["kv_channels"],
+        "norms": t["qk_layernorm"], "bias": t["add_qkv_bias"],
+        "rope": [
+            rope.kind,
+            *(inverse_frequencies(rope, long=long).tolist() for long in (False, True)),
+            rope.attention_factor,
+        ],
     }  # fmt: skip
-    if arch.latent_attention and t["rope_type"] == "yarn":
-        rope = {
-            "rope_type": "yarn", "factor": t["rotary_scaling_factor"],
-            "original_max_position_embeddings": t["original_max_position_embeddings"],
-        }  # fmt: skip
-        found["yarn"] = [t["beta_fast"], t["beta_slow"], t["mscale"], t["mscale_all_dim"]]
-    found["rope"] = rope
     if arch.num_experts:
         found |= {
             "experts": arch.num_experts, "topk": t["moe_router_topk"],
@@ -214,7 +235,7 @@ def ours(arch: Architecture) -> dict[str, Any]:
         }  # fmt: skip
     if arch.latent_attention:
         found |= {
-            "rotary": t["qk_pos_emb_head_dim"], "interleave": t["rope_interleave"],
+            "rotary": t["qk_pos_emb_head_dim"], "interleave": rope.interleaved,
             "ranks": [t["q_lora_rank"], t["kv_lora_rank"], t["v_head_dim"]],
         }  # fmt: skip
     return found
@@ -302,8 +323,8 @@ def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
 @every_family
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_path: Path) -> None:
-    kinds = ("default", "yarn") if family == "deepseek_v3" else ("default", "linear", "llama3")
-    for kind, rope in ROPES.items():
+    kinds = ("default", "yarn") if family == "deepseek_v3" else tuple(ROPE)
+    for kind, rope in ropes_of(family).items():
         config = base(family) | {"max_position_embeddings": 8192 if kind == "llama3" else 64}
         assert check(tmp_path, {**config, spelling: rope}, "rope_type") == (kind in kinds)
         for key in (*ROPE[kind], "type", "partial_rotary_factor", "full_attention"):
@@ -326,7 +347,13 @@ def test_two_fields_together(family: str, tmp_path: Path) -> None:
             pool[key] = [True, False, LEFT_OUT]
         elif field.kind in ("counts", "texts") and key != "architectures":
             pool[key] = [[], [0, 3], ["full_attention"] * 4, ["sliding_attention"] * 4, None]
-    ropes = [*ROPES.values(), {"type": "linear", "factor": 2.0}, {"rope_theta": 700.0}, {}, None]
+    ropes = [
+        *ropes_of(family).values(),
+        {"type": "linear", "factor": 2.0},
+        {"rope_theta": 700.0},
+        {},
+        None,
+    ]
     pool |= {spelling: [*ropes, {**ROPES["linear"], "type": "llama3"}] for spelling in SPELLINGS}
     accepted = 0
     for _ in range(600):

@@ -16,6 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from backends.megatron.checks.layout import check_layout
 from backends.megatron.convert.architecture import Architecture, model_entries, tensor_shapes
 from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.model.layers import choose_layers
 from rlcore.config.sections.policy import ParallelConfig
@@ -62,10 +63,7 @@ def test_what_the_config_says(tmp_path: Path) -> None:
     expected = {
         "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_head_dim": 12,
         "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 10, "rope_interleave": True, "rope_type": "yarn", "rotary_base": 50000.0,
-        "rotary_scaling_factor": 40.0,
-        "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
+        "v_head_dim": 10, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0,
         "num_moe_experts": 8, "moe_router_topk": 3, "moe_layer_freq": [0, 1, 1, 1],
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
@@ -74,15 +72,14 @@ def test_what_the_config_says(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {key: arch.transformer[key] for key in expected} == expected
     assert "moe_shared_expert_gate" not in arch.transformer
+    rope = Rope("yarn", 50000.0, 8, True, factor=40.0, original_length=4096, mscale_all_dim=1.0)
+    assert arch.ropes == (rope,) * 4
 
 
 def test_plain_rotary_positions(tmp_path: Path) -> None:
-    fields = read(tmp_path, rope_scaling=None).transformer
-    assert (fields["rope_type"], fields["rotary_base"], fields["rotary_scaling_factor"]) == (
-        "rope",
-        50000.0,
-        1.0,
-    )
+    arch = read(tmp_path, rope_scaling=None)
+    assert arch.ropes == (Rope("default", 50000.0, 8, interleaved=True),) * 4
+    assert arch.transformer["mscale_all_dim"] == 0.0, "scores would be scaled"
 
 
 YARN = CONFIG["rope_scaling"]
@@ -98,11 +95,11 @@ YARN = CONFIG["rope_scaling"]
             "rope_scaling.rope_type: got 'linear', expected default, yarn, which latent attention",
         ),
         (
-            {"rope_scaling": {**YARN, "attention_factor": 1.2}},
-            "rope_scaling.attention_factor: got 1.2",
+            {"rope_scaling": {**YARN, "attention_factor": -1.2}},
+            "rope_scaling.attention_factor: got -1.2",
         ),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate: got False"),
-        ({"rope_scaling": {**YARN, "mscale": 0}}, "rope_scaling.mscale: got 0"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling.truncate: got 1"),
+        ({"rope_scaling": {**YARN, "mscale": -1}}, "rope_scaling.mscale: got -1"),
         ({"rope_scaling": {**YARN, "factor": None}}, "rope_scaling.factor: got None"),
         (
             {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},
@@ -198,7 +195,7 @@ def test_transformer_engines_layers_have_the_same_router(
         lambda num_experts, **_: get_gpt_layer_local_spec(num_experts=num_experts),
     )  # fmt: skip
     config: Any = SimpleNamespace(qk_layernorm=False, moe_router_score_function=score)
-    assert layer_specs.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
+    assert layer_specs.te_layer_spec(config, 4, None).submodules.mlp.submodules.router is expected
 
 
 def test_parts_of_a_layer_are_replaced_in_specs_that_are_partial_calls(

@@ -52,3 +52,13 @@ def test_what_cannot_share_refuses_on(overrides: tuple[str, ...], engine: bool) 
         choose_prefix_sharing(
             config("policy.share_prefixes=on", *overrides), Layers(LAYERS[engine], "")
         )
+
+
+def test_positions_by_length_share_nothing() -> None:
+    """The same beginning of a short and of a long sequence has other angles."""
+    local = Layers(LAYERS[False], "")
+    choice = choose_prefix_sharing(config(), local, by_length=True)
+    assert not choice.on
+    assert "longrope" in str(choice)
+    with pytest.raises(ConfigError, match=r"policy.share_prefixes: on, but with longrope"):
+        choose_prefix_sharing(config("policy.share_prefixes=on"), local, by_length=True)

@@ -88,6 +88,32 @@ def test_other_families(make, tmp_path):
     )
 
 
+ROPES = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"mscale": 1.0, "attention_factor": 1.2},
+    "longrope": {"short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [1.0, 3.0, 5.0, 7.0]},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_positions(kind, tmp_path):
+    """Beyond the original length, except where a longer sequence would change its own cache."""
+    rope = {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 8, **ROPES[kind]}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+             "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 64,
+             "initializer_range": 0.3}  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)).eval()
+    model.config.save_pretrained(tmp_path)
+    beyond = [request(p, draw=i, n=2, max_new_tokens=40) for i, p in enumerate(PROMPTS)]
+    if kind == "longrope":
+        with pytest.raises(UserError, match=r"max_new_tokens 40 exceed the model's context of 8"):
+            with_engine(tmp_path, model, lambda engine: engine.generate(beyond))
+        beyond = [request([3, 4, 5], n=3, max_new_tokens=5)]
+    results = with_engine(tmp_path, model, lambda engine: engine.generate(beyond))
+    check_logprobs(model, beyond, results)
+
+
 def test_the_bias_of_a_router_stays_fp32(tmp_path):
     """In bf16 it would choose other experts than the trainer's."""
     init_model(tmp_path, ModelSpec(family="deepseek_v3", hidden=32, layers=2, intermediate=32))
