@@ -440,7 +440,7 @@ class MegatronBackend:
         }
 
     def _layers(self) -> Layers:
-        return layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
+        return layers_of(self.config, self.device.type, local_part=self.policy.arch.local_part)
 
     def _prefixes(self) -> PrefixSharing:
         # A frozen model that is swapped into the policy has the policy's positions.

@@ -61,7 +61,7 @@ class BuildContext:
             **({"deterministic_mode": True} if self.config.run.deterministic else {}),
             **policy.megatron,
         }
-        layers = layers_of(self.config, self.device.type, latent=arch.latent_attention)
+        layers = layers_of(self.config, self.device.type, local_part=arch.local_part)
         fields = layer_fields(layers, experts=bool(arch.num_experts), fp8=policy.fp8)
         config = transformer_config(
             arch, policy.parallel, model.dtype, self.device, overrides, fields

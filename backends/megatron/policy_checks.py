@@ -35,7 +35,7 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         adapted_layers(arch, policy.lora)
     for folder in read_policies(config.rollout.policies if generates(config) else {}).values():
         check_factors(folder, arch)
-    layers = None if device is None else layers_of(config, device, latent=arch.latent_attention)
+    layers = None if device is None else layers_of(config, device, local_part=arch.local_part)
     if not policy.megatron:
         return
     from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron

@@ -252,6 +252,7 @@ def _attention_bytes(
     b = load.dtype_bytes
     tp = layout.tensor
     d = shape.head_dim
+    normed = shape.qk_norm or shape.norm_over_heads
     query = shape.heads * d / tp
     # A rank projects its part of a KV head and gathers the head.
     divided = shape.groups < tp
@@ -261,13 +262,13 @@ def _attention_bytes(
     repeated = copies_keys and shape.heads > max(shape.groups, tp) and not again
     # The projection; `value` is a view of it, unless it is copied.
     projected = query + 2 * shape.groups * d / tp
-    total = b * t * projected * (shape.qk_norm or again or not (repeated or divided))
+    total = b * t * projected * (normed or again or not (repeated or divided))
     # The gathered key and value share memory.
-    total += b * t * 2 * keys * divided * (shape.qk_norm or not repeated)
-    if shape.heads > shape.groups > tp and (shape.qk_norm or again):
+    total += b * t * 2 * keys * divided * (normed or not repeated)
+    if shape.heads > shape.groups > tp and (normed or again):
         # The queries of several groups are copied out of the projection.
         total += b * t * query
-    if shape.qk_norm:
+    if normed:
         total += 4 * t * (query + keys) / d + _normalised(t * (query + keys), load)
         # The outputs of the norms, which are rotated again.
         total += b * t * (query + keys) * again

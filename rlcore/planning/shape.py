@@ -35,6 +35,7 @@ class ModelShape:
     tied: bool = False  # the LM head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
+    norm_over_heads: bool = False  # one norm for all heads of Q, and one for K's
     experts: int = 0
     topk: int = 0  # experts per token
     expert_ffn: int = 0
@@ -45,7 +46,13 @@ class ModelShape:
 
     @classmethod
     def of_fields(
-        cls, fields: Mapping[str, Any], *, vocab: int, tied: bool, latent: int = 0
+        cls,
+        fields: Mapping[str, Any],
+        *,
+        vocab: int,
+        tied: bool,
+        latent: int = 0,
+        norm_over_heads: bool = False,
     ) -> ModelShape:
         """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
@@ -70,6 +77,7 @@ class ModelShape:
             shared_gate=bool(fields.get("moe_shared_expert_gate")),
             expert_layers=tuple(has_experts)[:layers] if experts else (),
             latent=latent,
+            norm_over_heads=norm_over_heads,
         )
 
     def of_layers(self, layers: range) -> ModelShape:
@@ -96,7 +104,8 @@ class ModelShape:
     @property
     def attention(self) -> int:
         """The number of attention weights of one layer that tensor parallelism divides."""
-        return self.attention_matrices + self.qkv_width * self.qkv_bias
+        norms = (self.heads + self.groups) * self.head_dim * self.norm_over_heads
+        return self.attention_matrices + self.qkv_width * self.qkv_bias + norms
 
     @property
     def norms(self) -> int:

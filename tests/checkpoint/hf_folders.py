@@ -56,6 +56,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True},
         torch.float32,
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+        torch.bfloat16,
+    ),
     "reward": (
         "Qwen3Config",
         {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1},
@@ -90,7 +95,8 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
             parameter.normal_()
         for router in model.modules():
             if hasattr(router, "e_score_correction_bias"):  # fp32 in every folder
-                router.e_score_correction_bias = torch.randn(router.num_experts)
+                size = router.e_score_correction_bias.numel()
+                router.e_score_correction_bias = torch.randn(size)
     model.save_pretrained(folder, max_shard_size="20KB")
     if "n_routed_experts" in keys:
         _add_prediction_layer(folder, config.num_hidden_layers, dtype)

@@ -33,6 +33,7 @@ SAVED_UNDER = {
     "mixtral": "cp2",
     "deepseek_v3": "ep2",
     "deepseek_v3_plain": "tp2_sequence",
+    "minimax_m2": "tp2_sequence",
     "reward": "tp2",
     "glm4_moe": "ep2",
 }

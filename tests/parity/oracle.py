@@ -81,6 +81,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_other": ("DeepseekV3Config", LATENT),
     "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
+    "minimax_m2": ("MiniMaxM2Config", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5}}),
     "glm4_moe": ("Glm4MoeConfig", {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -314,14 +318,13 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 def _as_on_disk(family: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Expert by expert, and gate apart from up: transformers stacks them when it reads a folder."""
-    if family == "mixtral":
+    mixtral = family in ("mixtral", "minimax_m2")
+    if mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")
     if ".experts." not in name:
         yield name, tensor
         return
-    gate, up, down = (
-        ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    )
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     prefix, kind = name.rsplit(".", 1)
     for expert, one in enumerate(tensor):
         parts = {down: one} if kind == "down_proj" else dict(zip((gate, up), one.chunk(2)))

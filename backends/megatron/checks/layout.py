@@ -56,10 +56,14 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
 
 
 def _fits_kv_heads(arch: Architecture, tp: int) -> bool:
-    """Whether all ranks hold the same number of whole KV heads, or equal parts of one."""
+    """Whether all ranks hold the same number of whole KV heads, or equal parts of one.
+
+    A norm over all heads has whole heads.
+    """
     groups: int = arch.transformer["num_query_groups"]
     rows: int = groups * arch.transformer["kv_channels"]
-    return groups % tp == 0 or (tp % groups == 0 and rows % tp == 0)
+    divides = tp % groups == 0 and rows % tp == 0
+    return groups % tp == 0 or (divides and not arch.table.norm_over_heads)
 
 
 def _nearest_tensor(arch: Architecture, tp: int, sizes: Sequence[tuple[str, int]]) -> int:

@@ -61,6 +61,15 @@ class Architecture:
         return self.table.latent_attention
 
     @property
+    def local_part(self) -> str | None:
+        """A part of the layers that Transformer Engine's do not have; None: they have all."""
+        if self.latent_attention:
+            return "latent attention"
+        if self.table.norm_over_heads:
+            return "a norm over all heads of queries or keys"
+        return None
+
+    @property
     def shape(self) -> ModelShape:
         """The sizes of the model, for plans and costs."""
         latent = 0
@@ -69,7 +78,11 @@ class Architecture:
             own = [entry for entry in self.entries() if entry.megatron.startswith(first)]
             latent = sum(math.prod(shape) for entry in own for shape in part_shapes(self, entry))
         return ModelShape.of_fields(
-            self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings, latent=latent
+            self.transformer,
+            vocab=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            latent=latent,
+            norm_over_heads=self.table.norm_over_heads,
         )
 
     @cached_property

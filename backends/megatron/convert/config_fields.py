@@ -137,6 +137,27 @@ GLM4_MOE: Mapping[str, Field] = {
     "first_k_dense_replace": Field("count", 1),
 }
 
+MINIMAX_M2: Mapping[str, Field] = {
+    **_COMMON,
+    "num_key_value_heads": Field("size", 8),
+    "head_dim": Field("size", 128),
+    "rope_theta": Field("number", 5e6),
+    # Another spelling of `partial_rotary_factor`, in dimensions of a head.
+    "rotary_dim": Field("size", None, nullable=True),
+    "partial_rotary_factor": Field("number", 1.0, nullable=True),
+    "num_local_experts": _COUNT_OF_EXPERTS,
+    "num_experts": _COUNT_OF_EXPERTS,
+    "num_experts_per_tok": _SIZE,
+    "scoring_func": Field("text", "sigmoid", only="sigmoid"),
+    "use_qk_norm": Field("flag", True, only=True),
+    "qk_norm_type": Field("text", "per_layer", only="per_layer"),
+    "use_routing_bias": Field("flag", True, only=True),
+    "shared_intermediate_size": Field("count", 0, only=0),
+    "n_group": Field("size", 1, only=1),
+    "topk_group": Field("size", 1, only=1),
+    "routed_scaling_factor": Field("float", 1.0, only=1.0),
+}
+
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.
 _ROPE = {"rope_type": Field("text", "default"), "rope_theta": Field("number", 10000.0)}
 _SCALED = {**_ROPE, "factor": Field("number")}

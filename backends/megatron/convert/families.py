@@ -254,7 +254,52 @@ GLM4_MOE = Family(
     experts=_SIGMOID_EXPERTS,
 )
 
+# MiniMax-M2: Mixtral's names, sigmoid routers with a bias, and norms of Q and K over all heads.
+MINIMAX_M2 = Family(
+    model_type="minimax_m2",
+    class_prefix="MiniMaxM2",
+    entries=(
+        *TRUNK,
+        *(
+            _whole(
+                _ATTENTION_M + f"{name}_layernorm.weight",
+                _ATTENTION_H + f"{name}_norm.weight",
+                rows,
+                split=Split.COLUMN,
+            )
+            for name, rows in (("q", "query"), ("k", "key"))
+        ),
+        _whole(
+            _M + "mlp.router.expert_bias",
+            _H + "block_sparse_moe.e_score_correction_bias",
+            "experts",
+            layers="moe",
+            dtype="float32",
+        ),
+        *_routed("block_sparse_moe.", ("w1", "w3", "w2")),
+    ),
+    fields=config_fields.MINIMAX_M2,
+    norm_over_heads=True,
+    experts=Experts(
+        count=("num_local_experts", "num_experts"),
+        width="intermediate_size",
+        normalized=True,
+        scoring="sigmoid",
+    ),
+)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, MIMO, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
+    for family in (
+        LLAMA,
+        QWEN2,
+        MIMO,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        DEEPSEEK_V3,
+        GLM4_MOE,
+        MINIMAX_M2,
+    )
 }

@@ -44,6 +44,8 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         given = check_fields(folder, whole, {family.within: Field("map")})[family.within]
     inside = f"{family.within}." if family.within else ""
     config = check_fields(folder, given, family.fields, inside)
+    if config.get("rotary_dim") and "partial_rotary_factor" not in given:
+        config["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
     _check_supported(folder, given, config)
     classes = config["architectures"] or ()
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
@@ -99,7 +101,8 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
         "num_query_groups": config["num_key_value_heads"] or heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": float(config["rms_norm_eps"]),
-        "qk_layernorm": family.qk_norm or config.get("use_qk_norm", False),
+        "qk_layernorm": family.qk_norm
+        or (config.get("use_qk_norm", False) and not family.norm_over_heads),
         "add_qkv_bias": family.qkv_bias or config["attention_bias"],
         "add_bias_linear": False,
         "gated_linear_unit": True,

@@ -28,6 +28,7 @@ from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, Packe
 from backends.megatron.model.divided_heads import DividedHeads, divides_heads
 from backends.megatron.model.elementwise import SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
+from backends.megatron.model.heads_norm import HeadsRMSNorm
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
 from rlcore.errors import ConfigError
@@ -46,6 +47,8 @@ def layer_specs(
         spec = layer_spec(config, config.num_moe_experts if has_experts else None, rope)
         if divides_heads(config):
             spec.submodules.self_attention.module = DividedHeads
+        if arch.table.norm_over_heads:
+            norm_over_heads(spec, config)
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if te else LocalRMSNorm)
 
@@ -84,6 +87,15 @@ def local_layer_spec(
         for net in (mlp.experts, mlp.shared_experts):
             submodules_of(net).activation_func = SwiGLU
     return layer
+
+
+def norm_over_heads(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Give a layer's queries and keys each one norm over all heads."""
+    parts = layer.submodules.self_attention.submodules
+    heads = {"heads": config.num_attention_heads}
+    groups = {"heads": config.num_query_groups}
+    parts.q_layernorm = ModuleSpec(module=HeadsRMSNorm, params=heads)
+    parts.k_layernorm = ModuleSpec(module=HeadsRMSNorm, params=groups)
 
 
 def submodules_of(spec: Any) -> Any:

@@ -55,13 +55,13 @@ def choose_layers(
     device: str,
     installed: bool,
     deterministic: bool,
-    latent: bool = False,
+    local_part: str | None = None,
     lora: bool = False,
 ) -> Layers:
     """Choose the layers for a device, "cpu" or "cuda". Pure.
 
     Args:
-        latent: the model has latent attention.
+        local_part: see `Architecture.local_part`.
         lora: the model has adapters.
     """
     if wanted == "off":
@@ -72,15 +72,15 @@ def choose_layers(
         return Layers("local", "Transformer Engine is not installed")
     if deterministic:
         return Layers("local", "run.deterministic: not proven for Transformer Engine")
-    if latent:
-        return Layers("local", "latent attention is not supported with Transformer Engine's layers")
+    if local_part is not None:
+        return Layers("local", f"{local_part} is not supported with Transformer Engine's layers")
     if lora:
         return Layers("local", "policy.lora: not supported with Transformer Engine's layers")
     return Layers("transformer_engine", "installed")
 
 
-def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
-    """Choose the layers of the run's models, with or without `latent` attention, on this machine.
+def layers_of(config: Config, device: str, *, local_part: str | None = None) -> Layers:
+    """Choose the layers of a model of the run on this machine; `Architecture.local_part`.
 
     Raises ConfigError if FP8 is configured and the layers do not support it.
     """
@@ -89,7 +89,7 @@ def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
         device=device,
         installed=importlib.util.find_spec("transformer_engine") is not None,
         deterministic=config.run.deterministic,
-        latent=latent,
+        local_part=local_part,
         lora=config.policy.lora is not None,
     )
     if config.policy.fp8 is not None and not layers.transformer_engine:

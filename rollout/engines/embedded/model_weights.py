@@ -139,7 +139,8 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     transformers stacks experts, and gate on up; the weights of experts are views of these.
     """
-    mixtral = getattr(getattr(module, "config", None), "model_type", None) == "mixtral"
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    mixtral = model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in module.named_parameters():
         published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name

@@ -177,7 +177,9 @@ def test_tensor_parallelism_cuts_the_low_rank_forms(
 
 
 def test_local_layers_also_where_transformer_engine_is_installed() -> None:
-    layers = choose_layers("auto", device="cuda", installed=True, deterministic=False, latent=True)
+    layers = choose_layers(
+        "auto", device="cuda", installed=True, deterministic=False, local_part="latent attention"
+    )
     assert layers.kind == "local"
     assert "latent attention" in layers.reason
 
