@@ -240,7 +240,7 @@ class PackLayout:
         total = len(self.positions)
         restore = torch.empty(total, dtype=torch.int64)
         filled = 0
-        for runs in self._runs:
+        for runs in self.runs:
             for bucket in self._alike(runs):
                 queries, real = padded(runs.queries, runs.num_queries, bucket)
                 keys, _ = padded(runs.keys, runs.num_keys, bucket)
@@ -272,11 +272,11 @@ class PackLayout:
                 longest_queries=int(runs.num_queries.max()),
                 longest_keys=int(runs.num_keys.max()),
             )
-            for runs in self._runs
+            for runs in self.runs
         )
         if alone:
             return Chunks(parts, None)
-        slots = torch.cat([runs.queries for runs in self._runs])
+        slots = torch.cat([runs.queries for runs in self.runs])
         return Chunks(parts, slots.argsort().to(self.device))
 
     @cached_property
@@ -291,7 +291,8 @@ class PackLayout:
         return tuple(found)
 
     @property
-    def _runs(self) -> list[Runs]:
+    def runs(self) -> list[Runs]:
+        """The runs of each chunk, with the keys of their prefixes before their own."""
         if self.prefixes is None:
             return self._own_runs
         rows = self._prefix_rows(self.prefixes)

@@ -155,8 +155,8 @@ class Family:
     fields: Mapping[str, Field]  # of `config.json`
     qkv_bias: bool = False
     qk_norm: bool = False
-    # Whether Q and K each have one norm over all heads, without `qk_norm`: Megatron sums the gradient
-    # of those over tensor-parallel ranks.
+    # Whether Q and K each have one norm over all heads. Not with `qk_norm`: Megatron sums the
+    # gradients of those norms over tensor-parallel ranks.
     norm_over_heads: bool = False
     # Keys and values come from a shared low-rank form (DeepSeek-V2).
     latent_attention: bool = False

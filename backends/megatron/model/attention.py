@@ -14,15 +14,17 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.pack import gather_keys_values
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.elementwise import rotate_heads
-from backends.megatron.model.merged_attention import merged_attention
+from backends.megatron.model.merged_attention import merged_attention, visible
 
 # Merging is faster from this many copied keys for each token of the pack on, and from this many
 # tokens in a prefix (benchmarks/prefixes.py).
@@ -37,6 +39,11 @@ class CoreAttention(MegatronModule):
 
     On CUDA in half precision it calls a variable-length kernel, otherwise it makes a few batched,
     right-padded calls. Context-parallel ranks gather keys and values.
+
+    Args:
+        window: number of keys up to its own that a query sees; None: all.
+        sinks: whether each head has a learned score beside those of the keys. On CUDA this needs
+            half precision.
     """
 
     def __init__(
@@ -45,12 +52,25 @@ class CoreAttention(MegatronModule):
         *,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
+        window: int | None = None,
+        sinks: bool = False,
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.window = window
+        # Megatron's name for the sinks: fp32 or half precision, [heads of this rank].
+        self.softmax_offset: nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = torch.cuda.current_device()
+            offset = torch.zeros(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = nn.Parameter(offset)
+            set_tensor_model_parallel_attributes(
+                self.softmax_offset, is_parallel=True, dim=0, stride=1
+            )
 
     def forward(
         self,
@@ -66,10 +86,35 @@ class CoreAttention(MegatronModule):
         layout: PackLayout = packed_seq_params.layout
         varlen = uses_varlen(query.device, query.dtype)
         same_heads = query.size(-1) == value.size(-1)
-        if merges(layout, query.device, same_heads=same_heads, varlen=varlen):
-            return merged_attention(query, key, value, layout, self.scale, varlen=varlen)
+        sinks = self.softmax_offset
+        if sinks is not None or (
+            self.window is None
+            and merges(layout, query.device, same_heads=same_heads, varlen=varlen)
+        ):
+            return merged_attention(
+                query,
+                key,
+                value,
+                layout,
+                self.scale,
+                varlen=varlen,
+                window=self.window,
+                sinks=sinks,
+            )
         attend = varlen_attention if varlen else bucketed_attention
-        return attend(query, key, value, layout, self.scale)
+        return attend(query, key, value, layout, self.scale, self.window)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the sinks as parts of the whole: Megatron takes them for replicated."""
+        if self.softmax_offset is None:
+            return {}
+        state = self.state_dict(keep_vars=True)
+        made: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return made
 
 
 class PackedAttention(CoreAttention):
@@ -134,11 +179,17 @@ def _varlen_attention() -> Any:
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackLayout,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside each sequence of a pack by a variable-length kernel.
 
     Returns [T, heads * d_v]. There is one call for the front chunks and one for the back chunks.
+    For `window` see `CoreAttention`.
     """
     outputs: list[Tensor] = []
     width = value.size(-1)
@@ -158,7 +209,7 @@ def varlen_attention(
             chunk.longest_queries,
             chunk.longest_keys,
             scale=scale,
-            window_size=(-1, 0),
+            window_size=(-1 if window is None else window - 1, 0),
         )
         outputs.append(cast(Tensor, out)[..., :width].reshape(q.size(0), -1))
     restore = layout.chunks.restore
@@ -166,11 +217,16 @@ def varlen_attention(
 
 
 def bucketed_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackLayout,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside each sequence of a pack by one batched call per bucket.
 
-    Returns [T, heads * d_v].
+    Returns [T, heads * d_v]; for `window` see `CoreAttention`.
     """
     heads = query.size(1)
     groups = key.size(1)
@@ -189,10 +245,8 @@ def bucketed_attention(
             k, v = (x.repeat_interleave(heads // groups, 2) for x in (k, v))
         seen = None
         # Some runs of queries begin in the middle of their sequence.
-        if bucket.before is not None:
-            last = bucket.before + torch.arange(q.size(1), device=q.device)[:, None]
-            # [b, 1, queries, keys]
-            seen = torch.arange(k.size(1), device=q.device) <= last
+        if bucket.before is not None or (window is not None and window < k.size(1)):
+            seen = visible(bucket.before, q.size(1), k.size(1), window).to(q.device)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -1,7 +1,9 @@
-"""Attention over a pack with shared prefixes, in two parts merged by their log-sum-exps.
+"""Attention over a pack in parts that are merged by their log-sum-exps: prefixes, and sinks.
 
 Each sequence's own tokens attend to each other. All queries behind a prefix attend to it as one
-run, so that the prefix's keys are read once and never copied for each sequence.
+run, so that the prefix's keys are read once and never copied for each sequence. A sink is a score
+of each head beside those of the keys, with a value of 0 (gpt-oss; Xiao et al. 2023, arXiv
+2309.17453): a part that changes the log-sum-exp alone.
 
 The backward pass of each part gets the merged output and log-sum-exp. Then exp(score - lse) are the
 probabilities of the whole softmax, sum(output * its gradient) is the whole's too, and the gradients
@@ -30,6 +32,7 @@ class RectangleKernel:
     Attributes:
         slots: int64 [n], the part's queries.
         causal: whether the keys are the sequences' own tokens, the first part of each query.
+        window: number of keys up to its own that a query sees; None: all.
     """
 
     queries: Tensor  # int64 [b, longest]
@@ -39,9 +42,10 @@ class RectangleKernel:
     real: Tensor | None  # int64: indices of the queries that are not pads; None: all
     slots: Tensor
     causal: bool
+    window: int | None = None
 
     @classmethod
-    def of_part(cls, part: Runs) -> list[RectangleKernel]:
+    def of_part(cls, part: Runs, window: int | None = None) -> list[RectangleKernel]:
         """Divide a part into batches."""
         counts = part.num_queries.tolist()
         lengths = part.num_keys.tolist()
@@ -58,7 +62,7 @@ class RectangleKernel:
                 rows, _ = padded(part.keys, part.num_keys, batch)
                 own = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]
                 skipped = before[batch] if aligned else None
-                kernels.append(cls(queries, rows, skipped, own, queries[real], part.causal))
+                kernels.append(cls(queries, rows, skipped, own, queries[real], part.causal, window))
         return kernels
 
     @property
@@ -75,7 +79,7 @@ class RectangleKernel:
             _heads_first(q, self.queries),
             _heads_first(k, self.key_rows),
             _heads_first(v, self.key_rows),
-            is_causal=self.causal and self.before is None,
+            is_causal=self.causal and not self._masked,
             attn_mask=self._mask(q.dtype),
             scale=scale,
         )
@@ -99,23 +103,42 @@ class RectangleKernel:
             _heads_first(out, self.queries),
             _heads_first(lse, self.queries),
             0.0,
-            self.causal and self.before is None,
+            self.causal and not self._masked,
             attn_mask=self._mask(q.dtype),
             scale=scale,
         )
         return self._flat(dq), dk.transpose(1, 2).flatten(0, 1), dv.transpose(1, 2).flatten(0, 1)
 
+    @property
+    def _masked(self) -> bool:
+        narrow = self.window is not None and self.window < self.key_rows.size(1)
+        return self.before is not None or narrow
+
     def _mask(self, dtype: torch.dtype) -> Tensor | None:
         """[b, 1, queries, keys]: 0 where a query sees a key; None where no mask is needed."""
-        if self.before is None:
+        if not self._masked:
             return None
-        last = self.before + torch.arange(self.queries.size(1))[:, None]
-        hidden = torch.arange(self.key_rows.size(1)) > last
+        hidden = ~visible(self.before, self.queries.size(1), self.key_rows.size(1), self.window)
         return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, float("-inf"))
 
     def _flat(self, rows: Tensor) -> Tensor:
         flat = rows.transpose(1, 2).flatten(0, 1)
         return flat if self.real is None else flat[self.real]
+
+
+def visible(before: Tensor | None, queries: int, keys: int, window: int | None) -> Tensor:
+    """Whether a query of a run sees a key: bool [b or 1, 1, queries, keys].
+
+    Args:
+        before: int64 [b, 1, 1, 1], number of keys before the first query; None: 0.
+        window: number of keys up to its own that a query sees; None: all.
+    """
+    device = None if before is None else before.device
+    last = torch.arange(queries, device=device)[:, None]
+    last = last[None, None] if before is None else before + last
+    key = torch.arange(keys, device=device)
+    seen = key <= last
+    return seen if window is None else seen & (key > last - window)
 
 
 def _heads_first(rows: Tensor, index: Tensor) -> Tensor:
@@ -134,9 +157,10 @@ class VarlenKernel:
     longest_queries: int
     longest_keys: int
     causal: bool
+    window: int | None = None
 
     @classmethod
-    def of_part(cls, part: Runs, device: torch.device) -> VarlenKernel:
+    def of_part(cls, part: Runs, device: torch.device, window: int | None = None) -> VarlenKernel:
         """Lay a part out on `device`."""
         return cls(
             part.queries.to(device),
@@ -146,11 +170,13 @@ class VarlenKernel:
             int(part.num_queries.max()),
             int(part.num_keys.max()),
             part.causal,
+            window,
         )
 
     @property
     def _window(self) -> list[int]:
-        return [-1, 0] if self.causal else [-1, -1]
+        before = -1 if self.window is None else self.window - 1
+        return [before, 0] if self.causal else [-1, -1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """See `RectangleKernel.forward`."""
@@ -162,7 +188,7 @@ class VarlenKernel:
             self.cu_keys,
             self.longest_queries,
             self.longest_keys,
-            self.causal,
+            self._window == [-1, 0],
             scale=scale,
             window_size=self._window,
             **_gqa_option(),
@@ -184,7 +210,7 @@ class VarlenKernel:
             self.cu_keys,
             self.longest_queries,
             self.longest_keys,
-            self.causal,
+            self._window == [-1, 0],
             # The random state of dropout, which is off.
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             scale=scale,
@@ -207,7 +233,15 @@ Kernel = RectangleKernel | VarlenKernel
 
 
 def merged_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float, *, varlen: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackLayout,
+    scale: float,
+    *,
+    varlen: bool,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention inside each sequence of a pack; returns [T, heads * d].
 
@@ -215,16 +249,21 @@ def merged_attention(
         query: [T, heads, d].
         key, value: [CP * T, groups, d], gathered.
         varlen: use CUDA's variable-length kernel instead of the CPU's.
+        window: number of keys up to its own that a query sees; None: all.
+        sinks: [heads], a further score of each head; None: none.
     """
-    # The kernels of a pack's parts are made once for all layers.
-    made: dict[bool, tuple[Kernel, ...]] = layout.__dict__.setdefault("_merged", {})
-    if varlen not in made:
+    # The kernels of a pack's parts are made once for all layers alike.
+    made: dict[tuple[bool, int | None], tuple[Kernel, ...]]
+    made = layout.__dict__.setdefault("_merged", {})
+    kind = (varlen, window)
+    if kind not in made:
+        # A window ends in the middle of a prefix, so each sequence gets the prefix's keys.
+        parts = layout.runs if window or layout.prefixes is None else layout.parts
         if varlen:
-            made[True] = tuple(VarlenKernel.of_part(part, layout.device) for part in layout.parts)
+            made[kind] = tuple(VarlenKernel.of_part(part, layout.device, window) for part in parts)
         else:
-            made[False] = tuple(k for part in layout.parts for k in RectangleKernel.of_part(part))
-    kernels = made[varlen]
-    out: Tensor = _Merged.apply(query, key, value, kernels, scale)
+            made[kind] = tuple(k for part in parts for k in RectangleKernel.of_part(part, window))
+    out: Tensor = _Merged.apply(query, key, value, sinks, made[kind], scale)
     return out.flatten(1)
 
 
@@ -235,6 +274,7 @@ class _Merged(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         kernels: tuple[Kernel, ...],
         scale: float,
     ) -> Tensor:
@@ -254,15 +294,19 @@ class _Merged(torch.autograd.Function):
                 weighted + merged[kernel.slots] * (before - both).exp()[..., None]
             )
             lse[kernel.slots] = both
+        if sinks is not None:
+            both = torch.logaddexp(lse, sinks.float())
+            merged *= (lse - both).exp()[..., None]
+            lse = both
         result = merged.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.save_for_backward(query, key, value, sinks, result, lse)
         ctx.kernels = kernels
         ctx.scale = scale
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
         for kernel in ctx.kernels:
             parts = kernel.backward(grad, query, key, value, out, lse, ctx.scale)
@@ -270,4 +314,8 @@ class _Merged(torch.autograd.Function):
             for total, index, part in zip(gradients, rows, parts):
                 total.index_add_(0, index, part.float())
         dq, dk, dv = (total.to(x.dtype) for total, x in zip(gradients, (query, key, value)))
-        return dq, dk, dv, None, None
+        d_sinks = None
+        if sinks is not None:
+            share = (sinks.float() - lse).exp()
+            d_sinks = -(share * (out.float() * grad.float()).sum(-1)).sum(0).to(sinks.dtype)
+        return dq, dk, dv, d_sinks, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,15 +68,36 @@ class Pack:
         gradients = torch.autograd.grad((out * self.weight.to(dtype)).sum(), inputs)
         return [out[self.real].detach(), *gradients]
 
-    def by_hand(self, q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scale: float) -> Tensor:
+    def with_sinks(self, attend: Any, sinks: Tensor, window: int | None) -> list[Tensor]:
+        """`results` with sinks, and their gradient at the end."""
+        sinks = sinks.clone().requires_grad_()
+        inputs = [x.to(sinks.dtype).requires_grad_() for x in self.inputs]
+        out = attend(*inputs, self.layout, SCALE, window=window, sinks=sinks)
+        gradients = torch.autograd.grad((out * self.weight.to(sinks.dtype)).sum(), [*inputs, sinks])
+        return [out[self.real].detach(), *gradients]
+
+    def by_hand(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PackLayout,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Each token sees the slots of its own sequence up to its own."""
         rows = dict.fromkeys(range(self.size), torch.zeros(HEADS * 16, dtype=q.dtype))
         for slots in self.sharing.slots.split(self.lengths.tolist()):
             for position, slot in enumerate(slots.tolist()):
-                seen = slots[: position + 1]
+                first = 0 if window is None else max(position + 1 - window, 0)
+                seen = slots[first : position + 1]
                 keys, values = (x[seen].repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
                 scores = torch.einsum("hd,nhd->hn", q[slot], keys) * scale
-                rows[slot] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values).flatten()
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[:, None]], dim=1)
+                shares = scores.softmax(-1)[:, : len(seen)]
+                rows[slot] = torch.einsum("hn,nhd->hd", shares, values).flatten()
         return torch.stack([rows[slot] for slot in range(self.size)])
 
 
@@ -89,8 +111,8 @@ def expected(pack: Pack) -> list[Tensor]:
     return pack.results(pack.by_hand, torch.float64)
 
 
-def merged(*given: Any) -> Tensor:
-    return merged_attention(*given, varlen=False)
+def merged(*given: Any, **options: Any) -> Tensor:
+    return merged_attention(*given, varlen=False, **options)
 
 
 @pytest.mark.parametrize("attend", [attention.bucketed_attention, merged])
@@ -98,6 +120,38 @@ def test_both_forms_equal_plain_sums(attend: Any, pack: Pack, expected: list[Ten
     assert pack.sharing.num_shared > 300
     for got, want in zip(pack.results(attend), expected, strict=True):
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+
+
+WINDOW = 12
+
+
+def with_window(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scale: float) -> Tensor:
+    return attention.bucketed_attention(q, k, v, layout, scale, WINDOW)
+
+
+def merged_with_window(*given: Any) -> Tensor:
+    return merged_attention(*given, varlen=False, window=WINDOW)
+
+
+@pytest.mark.parametrize("attend", [with_window, merged_with_window])
+def test_a_window_ends_in_the_middle_of_a_prefix(attend: Any, pack: Pack) -> None:
+    want = pack.results(partial(pack.by_hand, window=WINDOW), torch.float64)
+    for got, one in zip(pack.results(attend), want, strict=True):
+        torch.testing.assert_close(got.double(), one, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_sink_takes_its_share_and_learns(pack: Pack, window: int | None) -> None:
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+    got, want = (
+        pack.with_sinks(attend, sinks.to(dtype), window)
+        for attend, dtype in ((merged, torch.float32), (pack.by_hand, torch.float64))
+    )
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=0)
+    narrow = pack.with_sinks(merged, sinks.bfloat16(), window)
+    for one, other in zip(narrow, want, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 0.02
 
 
 def test_half_precision_sums_in_single(pack: Pack, expected: list[Tensor]) -> None:
@@ -137,11 +191,13 @@ def runs(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(a, b), slice(c, d)
 
 
-def probabilities(q: Tensor, k: Tensor, scale: float, right: int) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
     """Scores [heads, queries, keys], -inf where a query does not see; aligned to the end."""
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.size(1) // k.size(1), 1)) * scale
     if right == 0:
         hidden = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
+        if left >= 0:
+            hidden |= torch.ones(len(q), len(k)).tril(len(k) - len(q) - left - 1).bool()
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores
 
@@ -151,11 +207,11 @@ def flash_forward(
     dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
     window_size_left: int, window_size_right: int, **unused: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    assert is_causal == (window_size_right == 0)
+    assert is_causal == (window_size_left == -1 and window_size_right == 0)
     out = torch.empty_like(q)
     lse = torch.empty(q.size(1), len(q))
     for mine, seen in runs(cu_q, cu_k):
-        scores = probabilities(q[mine], k[seen], scale, window_size_right)
+        scores = probabilities(q[mine], k[seen], scale, window_size_left, window_size_right)
         lse[:, mine] = scores.logsumexp(-1)
         values = v[seen].repeat_interleave(q.size(1) // v.size(1), 1)
         out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
@@ -172,7 +228,10 @@ def flash_backward(
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     share = q.size(1) // k.size(1)
     for mine, seen in runs(cu_q, cu_k):
-        p = (probabilities(q[mine], k[seen], scale, window_size_right) - lse[:, mine, None]).exp()
+        p = (
+            probabilities(q[mine], k[seen], scale, window_size_left, window_size_right)
+            - lse[:, mine, None]
+        ).exp()
         delta = (grad[mine] * out[mine]).sum(-1).t()[..., None]
         values = v[seen].repeat_interleave(share, 1)
         ds = p * (torch.einsum("qhd,khd->hqk", grad[mine], values) - delta) * scale
@@ -203,6 +262,17 @@ def test_the_variable_length_kernel_merges_alike(
     got = pack.results(lambda *given: merged_attention(*given, varlen=True))
     for one, want in zip(got, expected, strict=True):
         torch.testing.assert_close(one.double(), want, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_the_variable_length_kernel_has_windows_and_sinks(
+    kernel: None, pack: Pack, window: int | None
+) -> None:
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+    got = pack.with_sinks(partial(merged_attention, varlen=True), sinks, window)
+    want = pack.with_sinks(pack.by_hand, sinks.double(), window)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=0)
 
 
 def test_autograd_through_its_log_sum_exp_is_wrong(
