@@ -144,7 +144,7 @@ MINIMAX_M2: Mapping[str, Field] = {
     "rope_theta": Field("number", 5e6),
     # Another spelling of `partial_rotary_factor`, in dimensions of a head.
     "rotary_dim": Field("size", None, nullable=True),
-    "partial_rotary_factor": Field("number", 1.0, nullable=True),
+    "partial_rotary_factor": Field("number", 1.0),
     "num_local_experts": _COUNT_OF_EXPERTS,
     "num_experts": _COUNT_OF_EXPERTS,
     "num_experts_per_tok": _SIZE,

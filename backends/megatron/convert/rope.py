@@ -124,7 +124,12 @@ def _with_type(folder: Path, name: str, said: Mapping[str, Any]) -> dict[str, An
 def _check_repeated(
     folder: Path, given: Mapping[str, Any], said: Mapping[str, Any], within: str
 ) -> None:
-    """Refuse settings that `config.json` gives outside too, with another value."""
+    """Refuse settings that `config.json` gives outside too, with another value or as null."""
+    original = "original_max_position_embeddings"
+    kind = said.get("rope_type", "default")
+    scaled = isinstance(kind, str) and original in ROPE.get(kind, {})
+    if scaled and given.get(original, ...) is None:
+        raise refusal(folder, original, None, "a positive integer, or none at all")
     for key in ("rope_theta", "original_max_position_embeddings"):
         outer = given.get(key)
         if outer is not None and said.get(key, outer) != outer:

@@ -49,6 +49,9 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**QWEN_MOE, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "minimax_m2": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4,
+    },
     "glm4_moe": {
         "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
@@ -61,6 +64,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SIGMOID = ("deepseek_v3", "glm4_moe")
+# Of which transformers rotates a part of each head.
+PARTIAL = ("glm4_moe", "minimax_m2")
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -95,7 +100,7 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 def ropes_of(family: str) -> dict[str, dict[str, Any]]:
     """ROPES for the rotated part of the family's heads."""
-    pairs = 2 if family == "glm4_moe" else 4
+    pairs = 2 if family in PARTIAL else 4
     long = ROPES["longrope"]
     cut = {key: long[key][:pairs] for key in ("short_factor", "long_factor")}
     return {**ROPES, "longrope": {**long, **cut}}
@@ -138,7 +143,8 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         "heads": config.num_attention_heads, "groups": config.num_key_value_heads,
         "positions": config.max_position_embeddings, "epsilon": config.rms_norm_eps,
         "tied": config.tie_word_embeddings,
-        "norms": getattr(config, "use_qk_norm", family in ("qwen3", "qwen3_moe")),
+        "norms": family in ("qwen3", "qwen3_moe")
+        or (family == "glm4_moe" and config.use_qk_norm),
         "bias": getattr(config, "attention_bias", False) or family in ("qwen2", "qwen2_moe"),
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
         "rope": [rope["rope_type"], *meant_angles(config)],
@@ -150,8 +156,8 @@ def meant_angles(config: PretrainedConfig) -> list[Any]:
     """The frequencies of short and long sequences, and the attention factor."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        glm = config.model_type == "glm4_moe"
-        module: Any = Glm4MoeRotaryEmbedding if glm else LlamaRotaryEmbedding
+        partial = config.model_type in PARTIAL
+        module: Any = Glm4MoeRotaryEmbedding if partial else LlamaRotaryEmbedding
         one, factor = module.compute_default_rope_parameters(config)
         return [one.tolist(), one.tolist(), factor]
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
@@ -168,7 +174,7 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
     family = config.model_type
     layers = range(config.num_hidden_layers)
     found = {"topk": config.num_experts_per_tok}
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         return {
             **found,
             "experts": config.num_local_experts,
@@ -255,7 +261,10 @@ def converted(config: PretrainedConfig) -> bool:
         and has.get("qkv_bias", True)
         and not windows
         and set(has.get("layer_types") or ["full_attention"]) == {"full_attention"}
-        and (glm or config.rope_parameters.get("partial_rotary_factor") in (None, 1))
+        and (
+            config.model_type in PARTIAL
+            or config.rope_parameters.get("partial_rotary_factor") in (None, 1)
+        )
         and getattr(config, "quantization_config", None) is None
         and not config.is_heterogeneous
     )
@@ -292,6 +301,7 @@ ALSO_NAMED = {
     "num_attention_heads": "heads", "num_experts": "expert", "num_local_experts": "expert",
     "n_routed_experts": "expert", "decoder_sparse_step": "experts", "mlp_only_layers": "experts",
     "architectures": "architecture", "qk_rope_head_dim": "head_dim",
+    "rotary_dim": "partial_rotary_factor",
 }  # fmt: skip
 
 
