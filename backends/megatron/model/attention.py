@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -267,3 +271,38 @@ class LocalRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class HeadsRMSNorm(torch.nn.Module):
+    """RMSNorm over `heads` query or key heads of all tensor-parallel ranks.
+
+    A rank holds the weight of its own heads, [heads / TP * d]. The ranks add up the squares of
+    theirs, and the gradient of the sum.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, *, heads: int) -> None:
+        super().__init__()
+        own = heads // config.tensor_model_parallel_size * hidden_size
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.width = heads * hidden_size
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads of this rank, d] -> the same shape."""
+        flat = x.flatten(-2).float()
+        squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True))
+        mean = copy_to_tensor_model_parallel_region(squares) / self.width
+        normed = (flat * torch.rsqrt(mean + self.eps)).to(x.dtype)
+        return (normed * self.weight).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the weight as a part of the whole one: Megatron takes it for replicated."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        made: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets
+        )
+        return made

@@ -24,11 +24,15 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.rope import Rope
-from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
+from backends.megatron.model.attention import (
+    CoreAttention,
+    HeadsRMSNorm,
+    LocalRMSNorm,
+    PackedAttention,
+)
 from backends.megatron.model.divided_heads import DividedHeads, divides_heads
 from backends.megatron.model.elementwise import SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
-from backends.megatron.model.heads_norm import HeadsRMSNorm
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
 from rlcore.errors import ConfigError
