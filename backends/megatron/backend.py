@@ -27,7 +27,7 @@ with importing_megatron():
     )
     from backends.megatron.checkpoint import save_load
     from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, Plans
-    from backends.megatron.checks.layout import check_layout
+    from backends.megatron.checks.layout import check_layout, check_lengths
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model import routing_replay as replay
     from backends.megatron.model.attention import uses_varlen
@@ -161,17 +161,18 @@ class MegatronBackend:
         """Give each replica its sequences.
 
         Raises ValueError unless `plans` hold every sequence exactly once, and RunFailed on rank 0
-        if the records of routed experts do not fit this model.
+        if a sequence or its routed experts do not fit this model.
         """
+        if batch is not None:
+            check_lengths(batch.lengths.tolist(), self.policy.arch)
         if batch is not None and self.config.policy.routing_replay == "engine":
             replay.check_records(batch, self.policy.arch)
-        multiple = pack_multiple(self.config)
         self._local_batch = LocalBatch(
             batch,
             plans,
             self.parallel,
             self.device,
-            pad_multiple=multiple,
+            pad_multiple=pack_multiple(self.config),
             share_prefixes=self._prefixes().on,
         )
 
@@ -425,8 +426,8 @@ class MegatronBackend:
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"
         lora = self.config.policy.lora
-        policy_name = "policy" if lora is None else f"policy with adapters of rank {lora.rank}"
-        models = [policy_name, *self.frozen, *([] if self.critic is None else ["critic"])]
+        policy = "policy" if lora is None else f"policy with adapters of rank {lora.rank}"
+        critic = [] if self.critic is None else ["critic"]
         return {
             "layout": p.describe(self.device, sequence=self.config.policy.parallel.sequence),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
@@ -434,7 +435,7 @@ class MegatronBackend:
             "layers": str(layers),
             **({"kernels": fused_kernels(self.device)} if self.device.type == "cuda" else {}),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
-            "models": " + ".join(models),
+            "models": " + ".join([policy, *self.frozen, *critic]),
             "weights": weights,
             "dtype": self.config.model.dtype,
         }
@@ -444,9 +445,8 @@ class MegatronBackend:
 
     def _prefixes(self) -> PrefixSharing:
         # A frozen model that is swapped into the policy has the policy's positions.
-        models = [
-            m for m in (*self.frozen.values(), *self._trained.values()) if isinstance(m, Model)
-        ]
+        held = (*self.frozen.values(), *self._trained.values())
+        models = [model for model in held if isinstance(model, Model)]
         by_length = any(rope and rope.by_length for model in models for rope in model.arch.ropes)
         return choose_prefix_sharing(self.config, self._layers(), by_length=by_length)
 

@@ -115,31 +115,38 @@ def sft_limits(config: Config) -> list[LengthLimit]:
     budget = micro_batch_tokens(config)
     limits = [LengthLimit(budget, "policy.max_tokens_per_microbatch, for prompt and answer,")]
     if (context := _positions(config)) is not None:
-        why = "the context (max_position_embeddings in config.json), for prompt and answer,"
-        limits.append(LengthLimit(context, why))
+        tokens, key = context
+        limits.append(LengthLimit(tokens, f"the context ({key}), for prompt and answer,"))
     return limits
 
 
 def context_of(config: Config) -> tuple[int, str] | None:
     """Return the engine's limit of prompt and response in tokens, and the key that sets it."""
-    tokens = _positions(config)
-    key = "max_position_embeddings in config.json"
-    engine = config.rollout.engine
-    kind = KINDS.get(engine.kind)
-    if kind is None or kind.context_reserve is None:
+    kind = KINDS.get(config.rollout.engine.kind)
+    context = _positions(config, config.rollout.engine.server.get("context_length"))
+    if kind is None or kind.context_reserve is None or context is None:
         return None
-    if (served := engine.server.get("context_length")) is not None:
-        tokens = served
-        key = "rollout.engine.server.context_length"
-    return None if tokens is None else (int(tokens) - kind.context_reserve, key)
+    tokens, key = context
+    return tokens - kind.context_reserve, key
 
 
-def _positions(config: Config) -> int | None:
-    """Return `max_position_embeddings` of the model's config.json, if present."""
+def _positions(config: Config, served: int | None = None) -> tuple[int, str] | None:
+    """Return the model's context and what sets it, if anything does.
+
+    Sparse attention is only trained where it is dense, up to `index_topk` tokens.
+
+    Args:
+        served: the context that the engine is given, in place of the model's.
+    """
     folder = Path(config.model.path)
-    if not (folder / "config.json").is_file():
-        return None
-    return text_model_size(folder, "max_position_embeddings")
+    sizes: list[tuple[int, str]] = []
+    if served is not None:
+        sizes.append((int(served), "rollout.engine.server.context_length"))
+    if (folder / "config.json").is_file():
+        keys = ["index_topk", *([] if sizes else ["max_position_embeddings"])]
+        found = ((text_model_size(folder, key), f"{key} in config.json") for key in keys)
+        sizes += [(size, key) for size, key in found if size is not None]
+    return min(sizes, default=None)
 
 
 def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:

@@ -51,6 +51,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16}, torch.bfloat16),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, torch.float32),
     "deepseek_v3": ("DeepseekV3Config", LATENT, torch.bfloat16),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**LATENT, "index_n_heads": 2, "index_head_dim": 16},
+        torch.bfloat16,
+    ),
     "deepseek_v3_plain": (
         "DeepseekV3Config",
         {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True},

@@ -32,6 +32,7 @@ SAVED_UNDER = {
     "qwen3_moe": "ep2_etp1",
     "mixtral": "cp2",
     "deepseek_v3": "ep2",
+    "deepseek_v32": "tp2_sequence",
     "deepseek_v3_plain": "tp2_sequence",
     "minimax_m2": "tp2_sequence",
     "reward": "tp2",

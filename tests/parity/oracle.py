@@ -81,6 +81,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_other": ("DeepseekV3Config", LATENT),
     "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
+    "deepseek_v32": ("DeepseekV32Config", {
+        **LATENT, "index_n_heads": 2, "index_head_dim": 16}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {
+        **LATENT, "n_group": 1, "topk_group": 1, "index_n_heads": 2, "index_head_dim": 16,
+        "index_topk_pattern": "FSSF", "rope_parameters": {
+            "rope_type": "default", "rope_theta": 500.0}}),
     "minimax_m2": ("MiniMaxM2Config", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from backends.megatron.convert.architecture import Architecture
 from rlcore.config.sections.policy import ParallelConfig
-from rlcore.errors import ConfigError, ModelError
+from rlcore.errors import ConfigError, ModelError, RunFailed
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
@@ -209,3 +209,14 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
 def _nearest_divisor(wanted: int, *sizes: int) -> int:
     """The largest number up to `wanted` that divides all of `sizes`."""
     return next(n for n in range(wanted, 0, -1) if not any(size % n for size in sizes))
+
+
+def check_lengths(lengths: Sequence[int], arch: Architecture) -> None:
+    """Raise RunFailed for a sequence that is longer than `arch.max_tokens`."""
+    longest = max(lengths, default=0)
+    if arch.max_tokens is not None and longest > arch.max_tokens:
+        raise RunFailed(
+            f"a sequence has {longest} tokens, more than index_topk of {arch.family}"
+            f" ({arch.max_tokens}): only up to there its sparse attention is dense, which is what"
+            " is computed here; set data.max_prompt_tokens and rollout.sampling.max_new_tokens"
+        )

@@ -36,6 +36,8 @@ class Architecture:
     ropes: tuple[Rope | None, ...]
     transformer: dict[str, Any]
     activation: Literal["silu"] = "silu"
+    # The longest sequence for which our attention is the model's; None: any.
+    max_tokens: int | None = None
     # "value": a `*ForSequenceClassification` folder with one label.
     head: Literal["lm", "value"] = "lm"
     folder: Path = Path()

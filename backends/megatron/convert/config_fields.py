@@ -137,6 +137,20 @@ GLM4_MOE: Mapping[str, Field] = {
     "first_k_dense_replace": Field("count", 1),
 }
 
+# Sparse attention, which is dense up to `index_topk` tokens.
+DEEPSEEK_V32: Mapping[str, Field] = {
+    **DEEPSEEK_V3,
+    "q_lora_rank": _SIZE,
+    "num_key_value_heads": Field("size", 128),
+    "rope_interleave": Field("flag", True, only=True),
+    "mlp_layer_types": Field("texts", None, nullable=True),
+    "index_topk": Field("size", 2048),
+}
+GLM_MOE_DSA: Mapping[str, Field] = {
+    **DEEPSEEK_V32,
+    "num_key_value_heads": Field("size", 64),
+    "rms_norm_eps": Field("float", 1e-5),
+}
 MINIMAX_M2: Mapping[str, Field] = {
     **_COMMON,
     "num_key_value_heads": Field("size", 8),

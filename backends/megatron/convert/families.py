@@ -123,7 +123,7 @@ MIMO = replace(
     model_type="mimo",
     class_prefix="MiMo",
     fields=config_fields.MIMO,
-    carried=("model.mtp_layers.",),
+    carried=(r"model\.mtp_layers\.",),
 )
 
 # Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.
@@ -244,6 +244,22 @@ DEEPSEEK_V3 = Family(
     experts=_SIGMOID_EXPERTS,
 )
 
+# DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer in each layer, which chooses the keys of a
+# query. Up to `index_topk` tokens it chooses all of them, so longer sequences are refused.
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    class_prefix="DeepseekV32",
+    fields=config_fields.DEEPSEEK_V32,
+    carried=(r"model\.layers\.\d+\.self_attn\.indexer\.",),
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    class_prefix="GlmMoeDsa",
+    fields=config_fields.GLM_MOE_DSA,
+)
+
 # GLM-4.5 to 4.7: the same experts with usual attention, whose bias and norms `config.json` gives,
 # and rotary positions for a part of each head.
 GLM4_MOE = Family(
@@ -299,6 +315,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         MIXTRAL,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         GLM4_MOE,
         MINIMAX_M2,
     )

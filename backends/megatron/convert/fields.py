@@ -93,12 +93,20 @@ def _moe_layers(folder: Path, config: Mapping[str, Any], num_layers: int) -> lis
     step = config.get("decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
     first = config.get("first_k_dense_replace", 0)
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None and (len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}):
+        expected = "'dense' or 'sparse' for each of num_hidden_layers"
+        raise refusal(folder, "mlp_layer_types", kinds, expected)
     found = [
-        (layer + 1) % step == 0 and layer not in dense and layer >= first
+        kinds[layer] == "sparse"
+        if kinds is not None
+        else (layer + 1) % step == 0 and layer not in dense and layer >= first
         for layer in range(num_layers)
     ]
     if not any(found):
-        keys = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace")
+        keys = (
+            "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "mlp_layer_types",
+        )  # fmt: skip
         given = " and ".join(f"{key} {config[key]}" for key in keys if config.get(key))
         raise ModelError(
             f"{folder}/config.json: {given} leave no layer with experts; convert the model as a"

@@ -40,7 +40,7 @@ def carried_tensors(arch: Architecture) -> list[Carried]:
     for name, file in tensor_files(arch.folder).items():
         number = layer.match(name)
         behind = number is not None and int(number[1]) >= arch.num_layers
-        if not behind and not name.startswith(table.carried):
+        if not behind and not any(re.match(pattern, name) for pattern in table.carried):
             continue
         path = arch.folder / file
         with open_shard(path, "numpy") as shard:

@@ -47,6 +47,9 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     if config.get("rotary_dim") and "partial_rotary_factor" not in given:
         config["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
     _check_supported(folder, given, config)
+    if "index_topk" in config:
+        # Full attention, for sequences that are short enough.
+        config["layer_types"] = None
     classes = config["architectures"] or ()
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
     if is_classifier:
@@ -65,6 +68,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         max_position_embeddings=config["max_position_embeddings"],
         ropes=tuple(ropes[kind] for kind in kinds),
         transformer=fields,
+        max_tokens=config.get("index_topk"),
         head="value" if is_classifier else "lm",
         folder=folder,
     )
@@ -179,10 +183,9 @@ def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str
         )
     kinds = config["layer_types"]
     layers = config["num_hidden_layers"]
-    if kinds is not None and (len(kinds) != layers or {*kinds} != {FULL_ATTENTION}):
-        raise refusal(
-            folder, "layer_types", kinds, f"{FULL_ATTENTION!r} for each of num_hidden_layers"
-        )
+    kind = "indexed_attention" if "index_topk" in config else FULL_ATTENTION
+    if kinds is not None and (len(kinds) != layers or {*kinds} != {kind}):
+        raise refusal(folder, "layer_types", kinds, f"{kind!r} for each of num_hidden_layers")
 
 
 def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:

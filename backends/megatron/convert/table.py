@@ -163,9 +163,9 @@ class Family:
     experts: Experts | None = None  # a mixture of experts
     # The beginning of the tensors' names in the table, and in folders of the family.
     prefix: tuple[str, str] = ("", "")
-    # The beginnings of the names of tensors that are neither trained nor published, and that an
-    # export copies from the model's folder. So are the layers behind the last one, which predict
-    # further tokens.
+    # Patterns of the beginnings of names, as folders have them: of tensors that are neither trained
+    # nor published, and that an export copies from the model's folder. So are the layers behind
+    # the last one, which predict further tokens.
     carried: tuple[str, ...] = ()
     # The object of `config.json` with the language model's fields; empty: `config.json` itself.
     within: str = ""

@@ -60,6 +60,17 @@ def test_servers_keep_some_of_the_context(write_rows, tokenizer, make_run, model
     assert [len(p.tokens) for p in load_prompts(run, tokenizer)] == [3, 7, 5]
 
 
+def test_sparse_attention_ends_where_it_is_no_longer_dense(write_rows, tokenizer, make_run, model):
+    sizes = {"max_position_embeddings": 100, "index_topk": 10}
+    (model / "config.json").write_text(json.dumps(sizes))
+    run = make_run(model=model, max_new_tokens=4, paths=[write_rows(ROWS)])
+    assert [len(prompt.tokens) for prompt in load_prompts(run, tokenizer)] == [3, 5]
+    run.rollout.engine.server = {"context_length": 50}
+    with pytest.raises(ConfigError, match=r"context of 10 \(index_topk in config\.json\)"):
+        check_context(make_run(model=model, max_new_tokens=10, paths=["none"]))
+    assert len(load_prompts(run, tokenizer)) == 2
+
+
 def test_nothing_fits(write_rows, tokenizer, make_run, model):
     run = make_run(model=model, max_new_tokens=8, paths=[write_rows(ROWS)])
     with pytest.raises(ConfigError, match=r"all 4 prompts .*context of 10 .*max_new_tokens \(8\)"):

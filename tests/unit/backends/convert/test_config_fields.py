@@ -32,7 +32,8 @@ LEFT_OUT: Any = object()
 HUGE = 10**400
 VALUES = [
     LEFT_OUT, None, True, False, "8", "", 0, 1, 3, -4, HUGE, 0.0, 1.0, -1.5, 1e-5, float("nan"),
-    float("inf"), [], [0], ["full_attention"] * 4, {}, {"0": "LABEL_0"},
+    float("inf"), [], [0], ["full_attention"] * 4, ["indexed_attention"] * 4,
+    ["dense", "sparse", "dense", "sparse"], {}, {"0": "LABEL_0"},
 ]  # fmt: skip
 # Of settings, which are numbers, words and truth values.
 SETTINGS = [
@@ -44,6 +45,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8},
     "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 24},
@@ -56,14 +58,14 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     },
-    "deepseek_v3": {
+    **{name: {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 2, "topk_group": 2,
         "routed_scaling_factor": 2.5,
-    },
+    } for name in LATENT},
 }  # fmt: skip
-SIGMOID = ("deepseek_v3", "glm4_moe")
+SIGMOID = (*LATENT, "glm4_moe")
 # Of which transformers rotates a part of each head.
 PARTIAL = ("glm4_moe", "minimax_m2")
 ROPES: dict[str, dict[str, Any]] = {
@@ -132,7 +134,7 @@ def theirs(config: dict[str, Any]) -> PretrainedConfig | None:
 def meant(config: PretrainedConfig) -> dict[str, Any]:
     """The values of transformers' configuration, and those of its layers' rules."""
     family = config.model_type
-    latent = family == "deepseek_v3"
+    latent = family in LATENT
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # As a model does when it is built.
     config.standardize_rope_params()
@@ -185,15 +187,19 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
     found |= {"normalized": bool(config.norm_topk_prob), "width": config.moe_intermediate_size}
     if family in SIGMOID:
         found |= {"experts": config.n_routed_experts,
-                  "expert_layers": [layer >= config.first_k_dense_replace for layer in layers],
+                  "expert_layers": [
+                      kind == "sparse" for kind in config.mlp_layer_types
+                  ] if hasattr(config, "mlp_layer_types") else [
+                      layer >= config.first_k_dense_replace for layer in layers
+                  ],
                   "shared": config.n_shared_experts * config.moe_intermediate_size,
                   "groups_of_experts": [config.n_group, config.topk_group],
                   "scale": config.routed_scaling_factor}  # fmt: skip
     if family == "glm4_moe":
         return found
-    if family == "deepseek_v3":
+    if family in LATENT:
         return {**found, "rotary": config.head_dim,
-                "interleave": bool(config.rope_interleave),
+                "interleave": bool(getattr(config, "rope_interleave", True)),
                 "ranks": [config.q_lora_rank, config.kv_lora_rank, config.v_head_dim]}  # fmt: skip
     sparse = [
         layer not in config.mlp_only_layers
@@ -260,7 +266,8 @@ def converted(config: PretrainedConfig) -> bool:
         and not has.get("mlp_bias")
         and has.get("qkv_bias", True)
         and not windows
-        and set(has.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        and set(has.get("layer_types") or ["full_attention"])
+        <= {"full_attention", "indexed_attention"}
         and (
             config.model_type in PARTIAL
             or config.rope_parameters.get("partial_rotary_factor") in (None, 1)
@@ -333,7 +340,7 @@ def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
 @every_family
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_path: Path) -> None:
-    kinds = ("default", "yarn") if family == "deepseek_v3" else tuple(ROPE)
+    kinds = ("default", "yarn") if family in LATENT else tuple(ROPE)
     for kind, rope in ropes_of(family).items():
         config = base(family) | {"max_position_embeddings": 8192 if kind == "llama3" else 64}
         assert check(tmp_path, {**config, spelling: rope}, "rope_type") == (kind in kinds)

@@ -13,14 +13,14 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from backends.megatron.checks.layout import check_layout
+from backends.megatron.checks.layout import check_layout, check_lengths
 from backends.megatron.convert.architecture import Architecture, model_entries, tensor_shapes
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.model.layers import choose_layers
 from rlcore.config.sections.policy import ParallelConfig
-from rlcore.errors import ConfigError, ModelError
+from rlcore.errors import ConfigError, ModelError, RunFailed
 
 with importing_megatron():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -200,6 +200,14 @@ def test_transformer_engines_layers_have_the_same_router(
     assert layer_specs.te_layer_spec(config, 4, None).submodules.mlp.submodules.router is expected
 
 
+def test_a_sequence_beyond_dense_attention_is_refused() -> None:
+    arch: Any = SimpleNamespace(family="deepseek_v32", max_tokens=8)
+    check_lengths([8, 3], arch)
+    check_lengths([9], SimpleNamespace(max_tokens=None))  # type: ignore[arg-type]
+    with pytest.raises(RunFailed, match=r"9 tokens, more than index_topk of deepseek_v32 \(8\)"):
+        check_lengths([8, 9], arch)
+
+
 def test_parts_of_a_layer_are_replaced_in_specs_that_are_partial_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,7 +229,7 @@ def test_parts_of_a_layer_are_replaced_in_specs_that_are_partial_calls(
         qk_layernorm=False, multi_latent_attention=False, normalization="RMSNorm",
         moe_router_score_function="softmax",
     )  # fmt: skip
-    mlp = layer_specs.submodules_of(layer_specs.local_layer_spec(config, 4).submodules.mlp)
+    mlp = layer_specs.submodules_of(layer_specs.local_layer_spec(config, 4, None).submodules.mlp)
     assert mlp.router is PackRouter
     assert mlp.experts.func is GroupedExperts
     for net in (mlp.experts, mlp.shared_experts):
