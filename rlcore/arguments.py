@@ -168,6 +168,11 @@ def _add_others(commands: Commands) -> None:
     sub.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help=text)
     text = "write a small, randomly initialised Hugging Face folder"
     _add_model_options(_command(commands, "init-model", text))
+    text = "compare the model of a folder with transformers', layer by layer, before you trust it"
+    sub = _command(commands, "check-model", text)
+    sub.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder")
+    text = "check the first N layers (all)"
+    sub.add_argument("--layers", type=_positive, metavar="N", help=text)
     sub = _command(commands, "metrics", "define every metric that a run writes")
     _flag(sub, "--markdown", "as the page docs/metrics.md")
     sub = _command(commands, "config", "list every key of a configuration with its default")

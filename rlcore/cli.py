@@ -286,6 +286,13 @@ def init_model(args: argparse.Namespace) -> Iterable[str]:
     return [f"{args.folder}: {described}"]
 
 
+def check_model(args: argparse.Namespace) -> int:
+    """Compare a folder's model with transformers'; exit code 1 where they part."""
+    from rlcore.launch.commands.check_model import check_folder
+
+    return check_folder(args.folder, args.layers)
+
+
 def metrics(args: argparse.Namespace) -> Iterable[str]:
     """Print the definition of every metric."""
     from rlcore.launch.commands.catalogue import list_metrics, metrics_page
@@ -318,5 +325,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | Iterable[str]]] = {
     "train": train, "validate": validate, "data": data, "doctor": doctor, "eval": evaluate,
     "plan": plan_layouts, "dryrun": dry_run, "engine": engine, "export": export, "ledger": ledger,
     "compare": compare, "view": view, "status": status, "stop": stop, "init-model": init_model,
-    "metrics": metrics, "config": config,
+    "check-model": check_model, "metrics": metrics, "config": config,
 }  # fmt: skip

@@ -23,14 +23,15 @@ LONGEST_FUNCTION = 70
 LONGEST_FILE = 480
 # Lines of a room, docstrings included. A capability that needs more raises its line here.
 BUDGETS = {
-    "rlcore": 2_400,  # command line, errors, interfaces, PEFT folders, fp32 products, GPUs by node
+    # 18 commands, errors, interfaces, PEFT folders, fp32 products, GPUs by node
+    "rlcore": 2_420,
     "rlcore/algorithms": 5_550,  # eleven estimators, eleven losses, corrections, their contracts
     "rlcore/boundary": 480,  # secrets, environment variables, text from outside
     "rlcore/config": 4_900,  # 268 keys with their checks, also by node; other trainers' names
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
-    "rlcore/launch": 7_900,  # 17 commands; local, torchrun, Ray, engines beside its ranks; service
+    "rlcore/launch": 8_020,  # 18 commands; local, torchrun, Ray, engines beside its ranks; service
     "rlcore/planning": 1_740,  # bytes and seconds of a layout
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
@@ -51,7 +52,9 @@ BUDGETS = {
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads, 200 for
     # tensors of several parts, stacked experts and tensors that exports carry, 300 for all kinds of
     # rotary positions, 350 for windows, sinks, norms over all heads and sparse attention
-    "backends/megatron": 12_600,
+    "backends/megatron": 12_630,
+    # a folder's model against transformers': both sides by the layer, and what parts by its name
+    "backends/megatron/model_check": 1_350,
     "backends/megatron/dryrun": 900,  # single ranks at real size
 }
 

@@ -124,6 +124,7 @@ MIMO = replace(
     class_prefix="MiMo",
     fields=config_fields.MIMO,
     carried=(r"model\.mtp_layers\.",),
+    known_as="qwen2",
 )
 
 # Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.

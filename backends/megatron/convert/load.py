@@ -21,6 +21,7 @@ from backends.megatron.parallel.state import ParallelState
 from rlcore.adapter_folder import ADAPTER_FILE
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
+from rlcore.hf_folder import DTYPE_NAMES
 from rlcore.weights import PEFT_PREFIX
 
 _EXPERT = re.compile(
@@ -63,7 +64,7 @@ class SafetensorsFolder:
             if (stacked := self._of_expert(name, shape, part)) is not None:
                 return stacked
             raise ModelError(f"{self.folder}: no tensor {name!r} in its safetensors files")
-        stored = self._file(self._file_of[name]).get_slice(name)
+        stored = self.lazy(name)
         if tuple(stored.get_shape()) != shape:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {tuple(stored.get_shape())}, config.json"
@@ -77,16 +78,38 @@ class SafetensorsFolder:
         end = part.start + part.length
         return stored[part.start : end] if part.dim == 0 else stored[:, part.start : end]
 
+    def lazy(self, name: str) -> Any:
+        """A tensor as safetensors' slice, which is read when it is indexed."""
+        return self._file(self._file_of[name]).get_slice(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor. Raises ModelError for one that no model has."""
+        stored = self.lazy(name).get_dtype()
+        found = [long for long, short in DTYPE_NAMES.items() if short == stored]
+        if not found:
+            raise ModelError(
+                f"{self.folder}: {name} is {stored}, expected {', '.join(DTYPE_NAMES.values())};"
+                " convert the folder to bf16 first"
+            )
+        dtype: torch.dtype = getattr(torch, found[0])
+        return dtype
+
+    def stored_name(self, name: str) -> str:
+        """The tensor that holds `name`: itself, or an expert's layer's tensor of all experts."""
+        found = None if name in self._file_of else _EXPERT.match(name)
+        if found is None:
+            return name
+        stacked = f"{found['experts']}.{'down' if found['kind'] == 'down' else 'gate_up'}_proj"
+        return stacked if stacked in self._file_of else name
+
     def _of_expert(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor | None:
         """Read from `experts.gate_up_proj` [experts, 2 * width, hidden], or `experts.down_proj`."""
         found = _EXPERT.match(name)
-        if found is None:
+        stacked = self.stored_name(name)
+        if found is None or stacked == name:
             return None
         gated = found["kind"] != "down"
-        stacked = f"{found['experts']}.{'gate_up' if gated else 'down'}_proj"
-        if stacked not in self._file_of:
-            return None
-        stored = self._file(self._file_of[stacked]).get_slice(stacked)
+        stored = self.lazy(stacked)
         whole = tuple(stored.get_shape())
         rows = shape[0] * (2 if gated else 1)
         expert = int(found["expert"])

@@ -169,6 +169,8 @@ class Family:
     carried: tuple[str, ...] = ()
     # The object of `config.json` with the language model's fields; empty: `config.json` itself.
     within: str = ""
+    # The `model_type` by which transformers has the network, if by another.
+    known_as: str = ""
 
     @property
     def classes(self) -> tuple[str, str]:
