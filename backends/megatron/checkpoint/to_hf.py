@@ -7,7 +7,7 @@ A checkpoint of any layout holds every parameter whole, so any layout can be con
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,17 +31,18 @@ from backends.megatron.convert.architecture import (
     tensor_shapes,
 )
 from backends.megatron.convert.folder import FolderWriter, carried_tensors
-from backends.megatron.convert.layout import EXPERT, LAYER, Slice, unpack, weight_specs
+from backends.megatron.convert.layout import EXPERT, LAYER, Piece, piece_of, unpack, weight_specs
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.table import FUSED_NORMS, Entry
 from backends.megatron.weights.folder import SHARD_BYTES, write_peft
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
+from rlcore.weights import TensorSpec
 
 _NAME = "policy"
 
-# Reads the Hugging Face tensors of an entry, by name.
-Read = Callable[[Entry], dict[str, Tensor]]
+# Reads the parts of an entry.
+Read = Callable[[Entry], list[Tensor]]
 
 
 def checkpoint_to_hf(
@@ -89,14 +90,40 @@ def checkpoint_to_hf(
         carried = carried_tensors(arch) if head == "lm" else ()
         writer = FolderWriter(folder, specs, max_shard_bytes, sources, carried=carried)
         stack.callback(writer.abandon)
-        remaining = iter(specs)
         # Entries in the order of `specs`.
-        for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
-            for tensor in read(entry).values():
-                spec = next(remaining)
-                writer.add(spec.name, tensor.to(spec.torch_dtype).reshape(spec.shape))
+        entries = sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None)
+        for name, tensor in _tensors(entries, read, {spec.name: spec for spec in specs}, arch):
+            writer.add(name, tensor)
         writer.complete()
         writer.finish(arch.hf_config, arch.table.classes[head == "value"])
+
+
+def _tensors(
+    entries: Sequence[Entry], read: Read, specs: Mapping[str, TensorSpec], arch: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of entries, once all parts of each are there."""
+    made: dict[str, Tensor] = {}
+    missing: dict[str, int] = {}
+    for entry in entries:
+        for index, (part, tensor) in enumerate(zip(entry.parts, read(entry), strict=True)):
+            spec = specs[part.name]
+            if tensor.numel() == math.prod(spec.shape):
+                piece = tensor.to(spec.torch_dtype)
+                yield part.name, (piece.t() if part.transposed else piece).reshape(spec.shape)
+                continue
+            if part.name not in made:
+                made[part.name] = torch.empty(spec.shape, dtype=spec.torch_dtype)
+                missing[part.name] = made[part.name].numel()
+            whole = _whole(entry, index, arch)
+            whole.of(made[part.name]).copy_(tensor.reshape(whole.shape))
+            missing[part.name] -= tensor.numel()
+            if not missing[part.name]:
+                yield part.name, made.pop(part.name)
+
+
+def _whole(entry: Entry, index: int, arch: Architecture) -> Piece:
+    """All of one part of an entry."""
+    return piece_of(entry, index, arch, 0, 1, arch.vocab_size)
 
 
 def _reader(base: Path, arch: Architecture, stack: ExitStack) -> Read:
@@ -107,25 +134,28 @@ def _reader(base: Path, arch: Architecture, stack: ExitStack) -> Read:
         raise ModelError(f"{base}: the weights below the adapters are not there any more")
     source = stack.enter_context(SafetensorsFolder(base))
 
-    def read(entry: Entry) -> dict[str, Tensor]:
+    def read(entry: Entry) -> list[Tensor]:
         shapes = tensor_shapes(arch, entry)
-        return {name: source.read(name, shape, Slice(None)) for name, shape in shapes.items()}
+        return [
+            source.read_piece(part.name, shapes[part.name], _whole(entry, index, arch))
+            for index, part in enumerate(entry.parts)
+        ]
 
     return read
 
 
 def _merged(
     entry: Entry, read: Read, factors: Mapping[str, Tensor], lora: LoraConfig
-) -> dict[str, Tensor]:
-    """An entry's tensors with the products of their adapters, added in fp32."""
-    found = {}
-    for name, tensor in read(entry).items():
-        module = name.removesuffix(".weight")
+) -> list[Tensor]:
+    """An entry's parts with the products of their adapters, added in fp32."""
+    found = []
+    for part, tensor in zip(entry.parts, read(entry), strict=True):
+        module = part.name.removesuffix(".weight")
         if (b := factors.get(f"{module}.lora_B.weight")) is not None:
             a = factors[f"{module}.lora_A.weight"].float()
             product = (b.float() @ a).mul_(lora.alpha / a.size(0))
             tensor = product.view(tensor.shape).add_(tensor)
-        found[name] = tensor
+        found.append(tensor)
     return found
 
 
@@ -145,8 +175,8 @@ class StoredParameters:
             if isinstance(stored, dcp.TensorStorageMetadata)
         }
 
-    def as_hf(self, entry: Entry, arch: Architecture) -> dict[str, Tensor]:
-        """The Hugging Face tensors of an entry, by name."""
+    def as_hf(self, entry: Entry, arch: Architecture) -> list[Tensor]:
+        """The parts of an entry, as views of its parameter."""
         shapes = part_shapes(arch, entry)
         parameter = self.read(entry.megatron)
         if parameter.numel() < sum(map(math.prod, shapes)):
@@ -155,11 +185,7 @@ class StoredParameters:
                 f" {tuple(parameter.shape)}, expected what {tensor_shapes(arch, entry)} make"
             )
         rows = [shape[0] for shape in shapes]
-        pieces = unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
-        parts: dict[str, list[Tensor]] = {}
-        for part, piece, shape in zip(entry.parts, pieces, shapes):
-            parts.setdefault(part.name, []).append(piece.reshape(shape))
-        return {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
+        return unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
 
     def read(self, megatron: str) -> Tensor:
         """Read a parameter from all of its stored boxes."""

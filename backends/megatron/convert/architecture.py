@@ -167,17 +167,23 @@ def weight_tensors(
         dtype: the dtype of all other weights, such as "bfloat16".
     """
     for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
-        for name, shape in tensor_shapes(arch, entry).items():
-            yield name, shape, entry.dtype or dtype
+        # The tensors of all experts belong to the entries of each.
+        if not entry.expert or not entry.parts[0].of_experts:
+            for name, shape in tensor_shapes(arch, entry).items():
+                yield name, shape, entry.dtype or dtype
 
 
 def tensor_shapes(arch: Architecture, entry: Entry) -> dict[str, tuple[int, ...]]:
     """The full shape of each Hugging Face tensor of an entry, without vocabulary padding."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in entry.parts:
-        rows, *rest = part.sizes(arch.sizes)
-        end = part.first_row(arch.sizes) + rows
-        shapes[part.name] = (max(end, *shapes.get(part.name, (0,))[:1]), *rest)
+    for name in entry.names:
+        parts = [part for part in entry.parts if part.name == name]
+        first = parts[0]
+        rest = first.sizes(arch.sizes)[1:]
+        shape = (sum(part.sizes(arch.sizes)[0] for part in parts), *rest)
+        if first.transposed:
+            shape = shape[::-1]
+        shapes[name] = (arch.num_experts, *shape) if first.of_experts else shape
     return shapes
 
 

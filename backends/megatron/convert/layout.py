@@ -46,24 +46,55 @@ class Slice:
         """The shape of the part of a tensor of shape `full`."""
         return full if self.dim is None else (*full[: self.dim], self.length, *full[self.dim + 1 :])
 
-    def below(self, row: int, rows: int) -> Slice:
-        """The slice of a tensor, from the slice of its part of `rows` rows from `row` on."""
-        if self.dim is None:
-            return Slice(0, row, rows)
-        if self.dim != 0:
-            raise ValueError("only the rows of a part of a tensor can be split")
-        return Slice(0, row + self.start, self.length)
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's slice of a part of a tensor, and where the part lies in the tensor."""
+
+    split: Slice  # of the part
+    shape: tuple[int, ...]  # of the split
+    rows: slice | None = None  # of the part in the tensor; None: all
+    transposed: bool = False
+    expert: int | None = None  # index in a tensor of all experts
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of the whole tensor, a view."""
+        part = whole if self.expert is None else whole[self.expert]
+        if self.transposed:
+            part = part.t()
+        return self.split.of(part if self.rows is None else part[self.rows])
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is one range of the tensor's memory."""
+        every = self.rows is None or self.rows.step == 1
+        return every and not self.transposed and self.split.dim in (None, 0)
+
+    @property
+    def as_slice(self) -> Slice | None:
+        """The same as a slice of the tensor, if it is one."""
+        if self.transposed or self.expert is not None or (self.rows and self.rows.step != 1):
+            return None
+        if self.rows is None:
+            return self.split
+        if self.split.dim == 1:
+            return None
+        return Slice(0, self.rows.start + self.split.start, self.shape[0])
 
 
-def slice_of(
+def piece_of(
     entry: Entry, index: int, arch: Architecture, rank: int, size: int, padded_vocab: int
-) -> Slice:
-    """The slice of a tensor that a rank holds for one part of an entry, as in `tp_slice`."""
+) -> Piece:
+    """The piece that a rank holds of one part of an entry; the other arguments as in `tp_slice`."""
     part = entry.parts[index]
     shape = part.sizes(arch.sizes)
     own = tp_slice(entry.split, shape, rank, size, padded_vocab)
-    alone = len(entry.names) == len(entry.parts)
-    return own if alone else own.below(part.first_row(arch.sizes), shape[0])
+    rows = None
+    if sum(other.name == part.name for other in entry.parts) > 1:
+        first = part.first_row(arch.sizes)
+        rows = slice(first, first + (shape[0] - 1) * part.step + 1, part.step)
+    expert = entry.expert if part.of_experts else None
+    return Piece(own, own.shape(shape), rows, part.transposed, expert)
 
 
 def tp_slice(

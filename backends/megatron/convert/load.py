@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, tensor_shapes
-from backends.megatron.convert.layout import Slice, owned_parameters, pack, slice_of, tp_slice
+from backends.megatron.convert.layout import (
+    Piece,
+    Slice,
+    owned_parameters,
+    pack,
+    piece_of,
+    tp_slice,
+)
 from backends.megatron.convert.peft_folder import check_settings
 from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
@@ -102,6 +110,15 @@ class SafetensorsFolder:
         stacked = f"{found['experts']}.{'down' if found['kind'] == 'down' else 'gate_up'}_proj"
         return stacked if stacked in self._file_of else name
 
+    def read_piece(self, name: str, shape: tuple[int, ...], piece: Piece) -> Tensor:
+        """Read `piece` of tensor `name`, which must have the given full shape."""
+        if (part := piece.as_slice) is not None:
+            return self.read(name, shape, part)
+        if piece.expert is None:
+            return piece.of(self.read(name, shape, Slice(None)))
+        of_expert = self.read(name, shape, Slice(0, piece.expert, 1))
+        return replace(piece, expert=0).of(of_expert)
+
     def _of_expert(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor | None:
         """Read from `experts.gate_up_proj` [experts, 2 * width, hidden], or `experts.down_proj`."""
         found = _EXPERT.match(name)
@@ -119,7 +136,7 @@ class SafetensorsFolder:
                 f" (experts, {rows}, {shape[1]})"
             )
         first = shape[0] if found["kind"] == "up" else 0
-        own = part if part.dim == 1 else part.below(0, shape[0])
+        own = Slice(0, 0, shape[0]) if part.dim is None else part
         if own.dim == 0:
             start = first + own.start
             read: Tensor = stored[expert : expert + 1, start : start + own.length][0]
@@ -154,8 +171,8 @@ def load_hf(
             shapes = tensor_shapes(arch, entry)
             pieces = []
             for index, part in enumerate(entry.parts):
-                own = slice_of(entry, index, arch, rank, size, padded)
-                pieces.append(source.read(part.name, shapes[part.name], own))
+                piece = piece_of(entry, index, arch, rank, size, padded)
+                pieces.append(source.read_piece(part.name, shapes[part.name], piece))
             pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
 
 

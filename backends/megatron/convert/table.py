@@ -63,6 +63,13 @@ class Part:
     shape: tuple[str, ...]
     # The parts that come before it in the tensor: their numbers of rows.
     after: tuple[str, ...] = ()
+    # Every so many rows of the tensor belong to the part, from row `phase` on.
+    step: int = 1
+    phase: int = 0
+    # The tensor holds the part's transpose.
+    transposed: bool = False
+    # The tensor holds the parts of all routed experts, along a first dimension.
+    of_experts: bool = False
 
     def sizes(self, known: Mapping[str, int]) -> tuple[int, ...]:
         """The shape in numbers."""
@@ -70,15 +77,15 @@ class Part:
 
     def first_row(self, known: Mapping[str, int]) -> int:
         """Its first row in the tensor."""
-        return sum(known[size] for size in self.after)
+        return self.phase + sum(known[size] for size in self.after)
 
 
 @dataclass(frozen=True)
 class Entry:
     """One Megatron parameter and the parts of Hugging Face tensors that it is made of.
 
-    All parts of a tensor belong to one entry. `{layer}` is the layer's and `{expert}` the routed
-    expert's number in the whole model.
+    All parts of a tensor belong to one entry, or to the same entry of all experts. `{layer}` is the
+    layer's and `{expert}` the routed expert's number in the whole model.
     """
 
     megatron: str

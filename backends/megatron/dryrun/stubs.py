@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from backends.megatron.checks.layout import layers_of_stages
 from backends.megatron.convert.adapters import LAYER_NUMBER
+from backends.megatron.convert.table import Entry
 from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import megatron_device, replaced
 from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
@@ -90,15 +91,15 @@ class Peers:
     def sources(self, exporter: Any) -> dict[str, Source]:
         """The pipeline stage that owns each tensor."""
         stages = self._stages_of_layers(exporter.arch.num_layers)
-        found: dict[str, Source] = {}
-        for entry in exporter._exported.entries:
+
+        def stage_of(entry: Entry) -> int:
             layer = LAYER_NUMBER.search(entry.megatron)
             if layer is not None:
-                stage = stages[int(layer[1])]
-            else:
-                stage = 0 if entry.megatron.startswith("embedding.") else self.parallel.pipeline - 1
-            found |= sources_of(entry, stage)
-        return found
+                return stages[int(layer[1])]
+            return 0 if entry.megatron.startswith("embedding.") else self.parallel.pipeline - 1
+
+        entries: list[Entry] = exporter._exported.entries
+        return sources_of((entry, stage_of(entry)) for entry in entries)
 
     def _stages_of_layers(self, layers: int) -> list[int]:
         chunks = self.parallel.virtual_pipeline

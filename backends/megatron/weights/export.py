@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.layout import Slice, slice_of, unpack
+from backends.megatron.convert.layout import Piece, piece_of, unpack
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
@@ -67,14 +67,19 @@ class _Part:
     """The contribution of one rank to one tensor of a bucket, or to a part of it."""
 
     spec: TensorSpec
-    piece: int  # index of the part among its entry's
-    slice: Slice
-    shape: tuple[int, ...]
+    entry: Entry
+    index: int  # of the part among its entry's
+    piece: Piece
 
     @property
     def key(self) -> tuple[str, int]:
         """What tells it from a rank's other contributions."""
-        return self.spec.name, self.piece
+        return self.entry.megatron, self.index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.piece.shape
 
     @property
     def num_bytes(self) -> int:
@@ -135,7 +140,12 @@ class WeightExporter:
         self._sources = self._find_sources()
         self._found: dict[tuple[int, int | None, Split], list[int]] = {}
         # The ranks other than rank 0 that contribute to a bucket.
-        ranks = {rank for source in self._sources.values() for rank in self._contributors(source)}
+        ranks = {
+            rank
+            for source in self._sources.values()
+            for entry, _ in source.parts
+            for rank in self._contributors(entry, source.stage)
+        }
         self._senders = sorted(ranks - {0})
         self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
         # Bucket index -> the parts of each sending rank.
@@ -255,7 +265,7 @@ class WeightExporter:
             for rank in sorted(self._plan(bucket).keys() - {here})
         }
         asides = {
-            rank: [part for part in alone if part.slice.dim not in (None, 0)] + packed
+            rank: [part for part in alone if not part.piece.contiguous] + packed
             for rank, (alone, packed) in messages.items()
         }
         sizes = {rank: sum(part.num_bytes for part in asides[rank]) for rank in messages}
@@ -264,7 +274,7 @@ class WeightExporter:
             aside = asides[rank]
             pieces = {part.key: piece for part, piece in _pieces(aside, buffer)}
             into = [
-                _raw(pieces.get(part.key, part.slice.of(out[part.spec.name]))) for part in alone
+                _raw(pieces.get(part.key, part.piece.of(out[part.spec.name]))) for part in alone
             ]
             if packed:
                 into.append(_tail(buffer, packed))
@@ -272,11 +282,11 @@ class WeightExporter:
             receives += [dist.P2POp(dist.irecv, memory, rank, self._group) for memory in into]
         works = dist.batch_isend_irecv(receives) if receives else []
         for part in self._parts(bucket, here):
-            self._copy_own(part, part.slice.of(out[part.spec.name]))
+            self._copy_own(part, part.piece.of(out[part.spec.name]))
         _wait(works)
         for parts, buffer in arrivals:
             for part, piece in _pieces(parts, buffer):
-                part.slice.of(out[part.spec.name]).copy_(piece)
+                part.piece.of(out[part.spec.name]).copy_(piece)
         return flat
 
     def _send(self, bucket: Bucket, slot: int, root: int = 0) -> list[dist.Work]:
@@ -326,18 +336,18 @@ class WeightExporter:
             plan = self._plans[bucket.index] = {}
             for spec in bucket.tensors:
                 source = self._sources[spec.name]
-                for rank in self._contributors(source):
-                    for piece in source.pieces:
-                        own = self._slice(source.entry, piece, self._ranks[rank])
-                        part = _Part(spec, piece, own, own.shape(spec.shape))
+                for entry, index in source.parts:
+                    for rank in self._contributors(entry, source.stage):
+                        piece = self._piece(entry, index, self._ranks[rank])
+                        part = _Part(spec, entry, index, piece)
                         if part.num_bytes:
                             plan.setdefault(rank, []).append(part)
         return self._plans[bucket.index]
 
-    def _contributors(self, source: Source) -> list[int]:
-        """The ranks that send a part of a tensor; of ranks with equal parts the first does."""
-        expert = source.entry.expert
-        split = source.entry.split
+    def _contributors(self, entry: Entry, stage: int) -> list[int]:
+        """The ranks that send a part of an entry; of ranks with equal parts the first does."""
+        expert = entry.expert
+        split = entry.split
         # The expert-parallel rank that holds an expert's weight; None for a dense weight.
         owner = None if expert is None else expert * self.parallel.ep_size // self.arch.num_experts
 
@@ -347,16 +357,21 @@ class WeightExporter:
                 return (at.ep, at.expert_replica) == (owner, 0) and not (whole and at.etp)
             return at.replica == 0 and not (whole and at.tp)
 
-        kind = (source.stage, owner, split)
+        kind = (stage, owner, split)
         if kind not in self._found:
-            ranks = self._ranks_of_stages[source.stage]
+            ranks = self._ranks_of_stages[stage]
             self._found[kind] = [rank for rank in ranks if contributes(self._ranks[rank])]
         return self._found[kind]
 
-    def _slice(self, entry: Entry, piece: int, at: _Coordinates) -> Slice:
+    def _piece(self, entry: Entry, index: int, at: _Coordinates) -> Piece:
         p = self.parallel
         rank, size = (at.tp, p.tp_size) if entry.expert is None else (at.etp, p.etp_size)
-        return slice_of(entry, piece, self.arch, rank, size, self._padded_vocab)
+        piece = piece_of(entry, index, self.arch, rank, size, self._padded_vocab)
+        # A factor of an adapter is split like its matrix, and has another width.
+        part = entry.parts[index]
+        if part.of_experts or len(entry.names) < len(entry.parts):
+            return piece
+        return replace(piece, shape=piece.split.shape(self._shapes[part.name]))
 
     def _copy_own(self, part: _Part, out: Tensor) -> None:
         """Copy this rank's piece of a tensor into `out`, with the dtype and shape of `out`."""
@@ -368,15 +383,12 @@ class WeightExporter:
 
         It may be strided, and have another shape or dtype than in the bucket.
         """
-        source = self._sources[part.spec.name]
         at = self._ranks[self.parallel.rank]
-        rows = [
-            self._slice(source.entry, piece, at).shape(self._shapes[each.name])[0]
-            for piece, each in enumerate(source.entry.parts)
-        ]
-        param = self._params[source.entry.megatron].data
-        pieces = unpack(source.entry.split, param, self.arch.transformer["kv_channels"], rows)
-        return self._exported.merged(source.entry, part.piece, pieces[part.piece])
+        entry = part.entry
+        rows = [self._piece(entry, index, at).shape[0] for index in range(len(entry.parts))]
+        param = self._params[entry.megatron].data
+        pieces = unpack(entry.split, param, self.arch.transformer["kv_channels"], rows)
+        return self._exported.merged(entry, part.index, pieces[part.index])
 
     # --- agreement between ranks ------------------------------------------------------------------
 
@@ -406,12 +418,10 @@ class WeightExporter:
             [self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries]
         )
         dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
-        sources = {}
         for entry, stage in zip(entries, stages.tolist()):
             if stage < 0:
                 raise KeyError(f"{entry.megatron}: no pipeline stage holds this parameter")
-            sources.update(sources_of(entry, stage))
-        return sources
+        return sources_of(zip(entries, stages.tolist()))
 
     def _make_group(self) -> ProcessGroup | None:
         """Create the group of rank 0 and the senders; None if no rank sends. Collective.

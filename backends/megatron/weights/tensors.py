@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,17 +48,20 @@ class Exported:
 class Source:
     """The origin of one Hugging Face tensor; all ranks agree on it."""
 
-    entry: Entry
-    pieces: tuple[int, ...]  # indices of its parts among the entry's
+    # Entries, and the indices of the tensor's parts among those of the entry.
+    parts: tuple[tuple[Entry, int], ...]
     stage: int  # pipeline stage that owns it
 
 
-def sources_of(entry: Entry, stage: int) -> dict[str, Source]:
-    """The source of each tensor of an entry on a pipeline stage."""
-    pieces: dict[str, list[int]] = {}
-    for index, part in enumerate(entry.parts):
-        pieces.setdefault(part.name, []).append(index)
-    return {name: Source(entry, tuple(own), stage) for name, own in pieces.items()}
+def sources_of(stages: Iterable[tuple[Entry, int]]) -> dict[str, Source]:
+    """The source of each tensor, from the pipeline stage of each entry."""
+    parts: dict[str, list[tuple[Entry, int]]] = {}
+    stage_of: dict[str, int] = {}
+    for entry, stage in stages:
+        for index, part in enumerate(entry.parts):
+            parts.setdefault(part.name, []).append((entry, index))
+            stage_of[part.name] = stage
+    return {name: Source(tuple(own), stage_of[name]) for name, own in parts.items()}
 
 
 def exported(

@@ -17,7 +17,15 @@ from backends.megatron.convert.adapters import linear_entries
 from backends.megatron.convert.architecture import Architecture, model_entries, tensor_shapes
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import Slice, global_name, pack, slice_of, tp_slice, unpack
+from backends.megatron.convert.layout import (
+    Slice,
+    global_name,
+    pack,
+    piece_of,
+    tp_slice,
+    unpack,
+    weight_specs,
+)
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Split
@@ -90,21 +98,56 @@ def test_a_tensor_of_several_parts(fused: Architecture) -> None:
         list(linear_entries(fused))
 
 
-@pytest.mark.parametrize("model", ["arch", "fused"])
+@pytest.fixture
+def stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Architecture:
+    """gpt-oss' tensors: those of all experts in one, transposed, gate and up in turns."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    config = {**CONFIG, "model_type": "qwen3_moe", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = read_architecture(tmp_path, weights=False)
+    rows = []
+    for entry in arch.table.entries:
+        parts = entry.parts
+        if entry.per_expert:
+            gated = len(parts) > 1
+            name = "model.layers.{layer}.mlp.experts." + ("gate_up_proj" if gated else "down_proj")
+            parts = tuple(
+                replace(
+                    part, name=name, step=len(parts), phase=phase, transposed=True, of_experts=True
+                )
+                for phase, part in enumerate(parts)
+            )
+        rows.append(replace(entry, parts=parts))
+    monkeypatch.setitem(FAMILIES, "stacked", replace(arch.table, entries=tuple(rows)))
+    return replace(arch, family="stacked")
+
+
+def test_a_tensor_of_all_experts(stacked: Architecture) -> None:
+    shapes = {spec.name: spec.shape for spec in weight_specs(stacked, torch.float32)}
+    experts = {name: shape for name, shape in shapes.items() if ".experts." in name}
+    assert len(experts) == 2 * 2
+    assert experts["model.layers.1.mlp.experts.gate_up_proj"] == (3, 8, 12)
+    assert experts["model.layers.1.mlp.experts.down_proj"] == (3, 6, 8)
+
+
+@pytest.mark.parametrize("model", ["arch", "fused", "stacked"])
 @pytest.mark.parametrize(("size", "padded"), [(1, 31), (2, 32), (2, 128)])
 def test_every_entry_survives_every_split(
     request: pytest.FixtureRequest, model: str, size: int, padded: int
 ) -> None:
     arch: Architecture = request.getfixturevalue(model)
+    specs = weight_specs(arch, torch.float32)
+    full = {spec.name: torch.randn(spec.shape) for spec in specs}
+    rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
     for entry in model_entries(arch, "lm"):
-        full = {name: torch.randn(shape) for name, shape in tensor_shapes(arch, entry).items()}
-        rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
         for rank in range(size):
-            slices = [
-                (part.name, slice_of(entry, index, arch, rank, size, padded))
-                for index, part in enumerate(entry.parts)
+            places = [
+                piece_of(entry, index, arch, rank, size, padded)
+                for index in range(len(entry.parts))
             ]
-            pieces = [part.of(full[name]) for name, part in slices]
+            names = [part.name for part in entry.parts]
+            pieces = [place.of(full[name]) for name, place in zip(names, places, strict=True)]
+            assert [tuple(piece.shape) for piece in pieces] == [place.shape for place in places]
             rows = (
                 padded // size
                 if entry.split is Split.VOCAB
@@ -115,11 +158,30 @@ def test_every_entry_survives_every_split(
             assert not param.isnan().any()
             assert entry.split is not Split.VOCAB or not param[len(pieces[0]) :].any()
             views = unpack(entry.split, param, HEAD_DIM, [len(piece) for piece in pieces])
-            for (name, part), view in zip(slices, views):
-                whole = rebuilt[name]
-                part.of(whole).copy_(view.reshape(part.shape(tuple(whole.shape))))
-        for name, before in full.items():
-            assert torch.equal(before, rebuilt[name]), entry.megatron
+            for name, place, view in zip(names, places, views, strict=True):
+                into = place.of(rebuilt[name])
+                assert into.is_contiguous() or not place.contiguous
+                into.copy_(view.reshape(place.shape))
+    for name, before in full.items():
+        assert torch.equal(before, rebuilt[name]), name
+
+
+def test_pieces_are_read_as_slices_where_they_are_slices(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    for model in ("arch", "fused", "stacked"):
+        arch: Architecture = request.getfixturevalue(model)
+        specs = weight_specs(arch, torch.float32)
+        full = {spec.name: torch.randn(spec.shape) for spec in specs}
+        save_file(full, tmp_path / "model.safetensors")
+        with SafetensorsFolder(tmp_path) as source:
+            for entry in model_entries(arch, "lm"):
+                for index, part in enumerate(entry.parts):
+                    for rank in range(2):
+                        piece = piece_of(entry, index, arch, rank, 2, 32)
+                        shape = tuple(full[part.name].shape)
+                        read = source.read_piece(part.name, shape, piece)
+                        assert read.equal(piece.of(full[part.name])), (part.name, rank)
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
