@@ -35,6 +35,11 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         adapted_layers(arch, policy.lora)
     for folder in read_policies(config.rollout.policies if generates(config) else {}).values():
         check_factors(folder, arch)
+    if device == "cuda" and arch.table.sinks and config.model.dtype == "fp32":
+        raise ConfigError(
+            f"model.dtype: fp32, but {arch.family} has sinks, for which torch's kernels on CUDA"
+            " need half precision; set it to bf16"
+        )
     layers = None if device is None else layers_of(config, device, local_part=arch.local_part)
     if not policy.megatron:
         return

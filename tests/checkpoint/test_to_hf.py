@@ -35,6 +35,7 @@ SAVED_UNDER = {
     "deepseek_v32": "tp2_sequence",
     "deepseek_v3_plain": "tp2_sequence",
     "minimax_m2": "tp2_sequence",
+    "gpt_oss": "ep2_etp1",
     "reward": "tp2",
     "glm4_moe": "ep2",
 }

@@ -87,6 +87,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         **LATENT, "n_group": 1, "topk_group": 1, "index_n_heads": 2, "index_head_dim": 16,
         "index_topk_pattern": "FSSF", "rope_parameters": {
             "rope_type": "default", "rope_theta": 500.0}}),
+    "gpt_oss": ("GptOssConfig", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
+        "sliding_window": 4, "swiglu_limit": 1.0, "rms_norm_eps": 1e-3, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}}),
     "minimax_m2": ("MiniMaxM2Config", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
@@ -327,7 +332,7 @@ def _as_on_disk(family: str, name: str, tensor: Tensor) -> Iterator[tuple[str, T
     mixtral = family in ("mixtral", "minimax_m2")
     if mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")
-    if ".experts." not in name:
+    if ".experts." not in name or family == "gpt_oss":
         yield name, tensor
         return
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")

@@ -174,6 +174,11 @@ def _check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int
             " the copies that the tensor-parallel ranks hold; leave expert_tensor"
             f" out{'' if arch.num_experts % (tp // etp) else f', or set expert={tp // etp}'}"
         )
+    if etp > 1 and arch.transformer["add_bias_linear"]:
+        raise ConfigError(
+            f"policy.parallel.expert_tensor: {etp}, but the experts of {arch.family} have biases,"
+            f" which each of their tensor-parallel ranks would add; set it to 1, with expert={tp}"
+        )
     if world_size % (etp * ep * pp):
         smaller = _nearest_divisor(ep, arch.num_experts, world_size // (etp * pp))
         raise ConfigError(

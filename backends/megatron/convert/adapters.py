@@ -73,7 +73,8 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
 def linear_entries(arch: Architecture) -> Iterator[Entry]:
     """The weights that can have adapters, in the order of a forward pass."""
     for entry in arch.entries():
-        is_matrix = len(entry.parts[0].shape) == 2
+        # PEFT takes a tensor of all experts for a parameter, not for linear layers.
+        is_matrix = len(entry.parts[0].shape) == 2 and not entry.parts[0].of_experts
         if is_matrix and entry.split in _LINEAR and entry.megatron.endswith(".weight"):
             if len(entry.names) < len(entry.parts):
                 raise ConfigError(

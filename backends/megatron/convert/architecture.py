@@ -36,6 +36,8 @@ class Architecture:
     ropes: tuple[Rope | None, ...]
     transformer: dict[str, Any]
     activation: Literal["silu"] = "silu"
+    # Of each layer, the number of keys up to its own that a query sees (None: all); empty: all.
+    windows: tuple[int | None, ...] = ()
     # The longest sequence for which our attention is the model's; None: any.
     max_tokens: int | None = None
     # "value": a `*ForSequenceClassification` folder with one label.
@@ -69,6 +71,8 @@ class Architecture:
             return "latent attention"
         if self.table.norm_over_heads:
             return "a norm over all heads of queries or keys"
+        if self.table.sinks:
+            return "attention with sinks"
         return None
 
     @property
@@ -99,6 +103,7 @@ class Architecture:
         head = t["kv_channels"]
         sizes = {
             "one": 1,
+            "heads": heads,
             "vocab": self.vocab_size,
             "hidden": t["hidden_size"],
             "ffn": t["ffn_hidden_size"],
@@ -135,7 +140,14 @@ class Architecture:
 
     def computes_like(self, other: Architecture) -> bool:
         """Whether the other model's modules with this model's weights compute the same."""
-        computed = ("family", "transformer", "activation", "tie_word_embeddings", "ropes")
+        computed = (
+            "family",
+            "transformer",
+            "activation",
+            "tie_word_embeddings",
+            "ropes",
+            "windows",
+        )
         return all(getattr(self, name) == getattr(other, name) for name in computed)
 
     def entries(self) -> list[Entry]:

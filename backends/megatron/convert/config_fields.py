@@ -8,6 +8,7 @@ give has no default here. A field that would change the model in a way that is n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rlcore.hf_config.fields import Field
 
@@ -170,6 +171,33 @@ MINIMAX_M2: Mapping[str, Field] = {
     "n_group": Field("size", 1, only=1),
     "topk_group": Field("size", 1, only=1),
     "routed_scaling_factor": Field("float", 1.0, only=1.0),
+}
+
+GPT_OSS: Mapping[str, Field] = {
+    **_COMMON,
+    "num_key_value_heads": Field("size", 8),
+    "head_dim": Field("size", 64),
+    "rms_norm_eps": Field("float", 1e-5),
+    "attention_bias": Field("flag", True, only=True),
+    "sliding_window": Field("size", 128),
+    "rope_theta": Field("number", 150000.0),
+    "num_local_experts": _COUNT_OF_EXPERTS,
+    "num_experts": _COUNT_OF_EXPERTS,
+    "num_experts_per_tok": Field("size", 4),
+    # Megatron's quick_gelu has this constant.
+    "swiglu_alpha": Field("float", 1.702, only=1.702),
+    "swiglu_limit": Field("float", 7.0),
+    # Weights in MXFP4.
+    "quantization_config": Field("map", None, nullable=True),
+}
+# What transformers takes where neither spelling of rotary positions is given.
+GPT_OSS_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.

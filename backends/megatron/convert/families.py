@@ -305,6 +305,55 @@ MINIMAX_M2 = Family(
     ),
 )
 
+
+def _stacked(megatron: str, hf: str, split: Split, *shapes: tuple[str, ...]) -> Entry:
+    """A row of experts: parts in turns in one tensor of all experts, matrices transposed."""
+    parts = tuple(
+        Part(
+            _H + "mlp.experts." + hf,
+            shape,
+            step=len(shapes),
+            phase=phase,
+            transposed=len(shape) == 2,
+            of_experts=True,
+        )
+        for phase, shape in enumerate(shapes)
+    )
+    return Entry(_M + "mlp.experts.local_experts.{expert}." + megatron, parts, split, "moe")
+
+
+_WIDE = ("expert_ffn", "hidden")
+# gpt-oss: experts with biases and clamped activations, attention with biases, sinks and windows.
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    class_prefix="GptOss",
+    entries=(
+        *TRUNK,
+        _QKV_BIAS,
+        _whole(_ATTENTION_M + "linear_proj.bias", _ATTENTION_H + "o_proj.bias", "hidden"),
+        _whole(
+            _ATTENTION_M + "core_attention.softmax_offset",
+            _ATTENTION_H + "sinks",
+            "heads",
+            split=Split.COLUMN,
+        ),
+        _whole(_M + "mlp.router.weight", _H + "mlp.router.weight", "experts", "hidden"),
+        _whole(_M + "mlp.router.bias", _H + "mlp.router.bias", "experts"),
+        _stacked("linear_fc1.weight", "gate_up_proj", Split.STACKED, _WIDE, _WIDE),
+        _stacked(
+            "linear_fc1.bias", "gate_up_proj_bias", Split.STACKED, ("expert_ffn",), ("expert_ffn",)
+        ),
+        _stacked("linear_fc2.weight", "down_proj", Split.ROW, ("hidden", "expert_ffn")),
+        _stacked("linear_fc2.bias", "down_proj_bias", Split.REPLICATED, ("hidden",)),
+    ),
+    fields=config_fields.GPT_OSS,
+    qkv_bias=True,
+    sinks=True,
+    experts=Experts(
+        count=("num_local_experts", "num_experts"), width="intermediate_size", normalized=True
+    ),
+)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -320,5 +369,6 @@ FAMILIES: dict[str, Family] = {
         GLM_MOE_DSA,
         GLM4_MOE,
         MINIMAX_M2,
+        GPT_OSS,
     )
 }

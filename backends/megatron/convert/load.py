@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from rlcore.errors import ModelError
 from rlcore.hf_folder import DTYPE_NAMES
 from rlcore.weights import PEFT_PREFIX
 
+# The numbers of four bits: a sign, two bits of exponent, one of mantissa.
+_FP4 = [sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight$"
 )
@@ -69,6 +72,8 @@ class SafetensorsFolder:
         A matrix of an expert may lie in the tensor of all experts of its layer.
         """
         if name not in self._file_of:
+            if f"{name}_blocks" in self._file_of:
+                return self._mxfp4(name, shape, part)
             if (stacked := self._of_expert(name, shape, part)) is not None:
                 return stacked
             raise ModelError(f"{self.folder}: no tensor {name!r} in its safetensors files")
@@ -118,6 +123,27 @@ class SafetensorsFolder:
             return piece.of(self.read(name, shape, Slice(None)))
         of_expert = self.read(name, shape, Slice(0, piece.expert, 1))
         return replace(piece, expert=0).of(of_expert)
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor:
+        """Read a slice of a tensor of all experts [experts, columns, rows], stored in MXFP4.
+
+        The transposes are stored, rows in blocks of 32: half a byte for each number, low bits
+        first, and one exponent (OCP Microscaling Formats 1.0).
+        """
+        blocks, scales = (self.lazy(f"{name}_{kind}") for kind in ("blocks", "scales"))
+        stored = tuple(blocks.get_shape())
+        if (stored[0], stored[1], math.prod(stored[2:]) * 2) != (shape[0], shape[2], shape[1]):
+            raise ModelError(
+                f"{self.folder}: tensor {name + '_blocks'!r} has shape {stored}, config.json makes"
+                f" {name!r} {shape}"
+            )
+        experts = slice(part.start, part.start + part.length) if part.dim == 0 else slice(None)
+        packed: Tensor = blocks[experts]
+        exponents = scales[experts].to(torch.int32) - 127
+        values = torch.tensor(_FP4)[torch.stack((packed & 15, packed >> 4), -1).long()]
+        numbers = torch.ldexp(values.flatten(-2), exponents[..., None])
+        whole = numbers.flatten(2).transpose(1, 2)
+        return whole if part.dim in (None, 0) else part.of(whole)
 
     def _of_expert(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor | None:
         """Read from `experts.gate_up_proj` [experts, 2 * width, hidden], or `experts.down_proj`."""

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.config_fields import ARCHITECTURES
+from backends.megatron.convert.config_fields import ARCHITECTURES, GPT_OSS_ROPE
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import expert_fields, latent_fields, latent_scale
 from backends.megatron.convert.rope import FULL_ATTENTION, read_ropes
@@ -24,6 +24,7 @@ from rlcore.errors import ModelError, named_by
 from rlcore.hf_config.fields import Field, check_fields, refusal
 from rlcore.hf_config.read import read_config
 
+SLIDING = "sliding_attention"
 INDEX = "model.safetensors.index.json"
 
 
@@ -46,7 +47,10 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     config = check_fields(folder, given, family.fields, inside)
     if config.get("rotary_dim") and "partial_rotary_factor" not in given:
         config["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
-    _check_supported(folder, given, config)
+    if family.sinks:
+        _complete_gpt_oss(folder, config)
+    else:
+        _check_supported(folder, given, config)
     if "index_topk" in config:
         # Full attention, for sequences that are short enough.
         config["layer_types"] = None
@@ -62,12 +66,14 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     kinds = config["layer_types"] or [FULL_ATTENTION] * config["num_hidden_layers"]
     arch = Architecture(
         family=family.model_type,
-        hf_config=whole,
+        # An export is in the dtype of the model.
+        hf_config={key: value for key, value in whole.items() if key != "quantization_config"},
         vocab_size=config["vocab_size"],
         tie_word_embeddings=config["tie_word_embeddings"],
         max_position_embeddings=config["max_position_embeddings"],
         ropes=tuple(ropes[kind] for kind in kinds),
         transformer=fields,
+        windows=tuple(config["sliding_window"] if kind == SLIDING else None for kind in kinds),
         max_tokens=config.get("index_topk"),
         head="value" if is_classifier else "lm",
         folder=folder,
@@ -108,7 +114,7 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
         "qk_layernorm": family.qk_norm
         or (config.get("use_qk_norm", False) and not family.norm_over_heads),
         "add_qkv_bias": family.qkv_bias or config["attention_bias"],
-        "add_bias_linear": False,
+        "add_bias_linear": family.sinks,
         "gated_linear_unit": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -129,6 +135,8 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
             raise refusal(folder, "num_attention_heads", heads, expected)
         fields["kv_channels"] = config["head_dim"] or hidden // heads
     _check_heads(folder, fields)
+    if family.sinks:
+        fields |= {"activation_func_clamp_value": config["swiglu_limit"], "glu_linear_offset": 1.0}
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
     return fields
@@ -186,6 +194,22 @@ def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str
     kind = "indexed_attention" if "index_topk" in config else FULL_ATTENTION
     if kinds is not None and (len(kinds) != layers or {*kinds} != {kind}):
         raise refusal(folder, "layer_types", kinds, f"{kind!r} for each of num_hidden_layers")
+
+
+def _complete_gpt_oss(folder: Path, config: dict[str, Any]) -> None:
+    """Set what transformers derives: every other layer has a window, and positions are YaRN's."""
+    layers = config["num_hidden_layers"]
+    if config["layer_types"] is None:
+        config["layer_types"] = [(SLIDING, FULL_ATTENTION)[layer % 2] for layer in range(layers)]
+    kinds = config["layer_types"]
+    if len(kinds) != layers or not {*kinds} <= {SLIDING, FULL_ATTENTION}:
+        expected = f"{SLIDING!r} or {FULL_ATTENTION!r} for each of num_hidden_layers"
+        raise refusal(folder, "layer_types", kinds, expected)
+    if config["rope_parameters"] is None and not config["rope_scaling"]:
+        config["rope_parameters"] = dict(GPT_OSS_ROPE)
+    quantised = config["quantization_config"]
+    if quantised is not None and quantised.get("quant_method") != "mxfp4":
+        raise refusal(folder, "quantization_config", quantised, "quant_method 'mxfp4', or null")
 
 
 def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:

@@ -165,6 +165,9 @@ class Family:
     # Whether Q and K each have one norm over all heads. Not with `qk_norm`: Megatron sums the
     # gradients of those norms over tensor-parallel ranks.
     norm_over_heads: bool = False
+    # Each head has a learned score beside those of the keys (gpt-oss), and `sliding_attention` is a
+    # kind of layers.
+    sinks: bool = False
     # Keys and values come from a shared low-rank form (DeepSeek-V2).
     latent_attention: bool = False
     experts: Experts | None = None  # a mixture of experts

@@ -113,3 +113,21 @@ class SwiGLU(nn.Module):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return an empty dictionary: the module has no weights, but Megatron's MLP calls this."""
         return {}
+
+
+class ClampedSwiGLU(SwiGLU):
+    """clamp(gate) * sigmoid(1.702 clamp(gate)) * (clamp(up) + 1), the activation of gpt-oss.
+
+    `activation_func_clamp_value` of the configuration bounds the gate above, and up on both sides.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.limit = float(config.activation_func_clamp_value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2f] -> [..., f]."""
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))

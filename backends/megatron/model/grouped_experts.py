@@ -20,12 +20,21 @@ class GroupedExperts(SequentialMLP):
     Otherwise they run one by one, like Megatron's.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.add_bias_linear:
+            for expert in self.local_experts:
+                # Megatron would sum its gradient over the ranks of the dense weights.
+                expert.linear_fc2.bias.sequence_parallel = False
+
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
         """Rows [T, H], sorted by expert, and their weights [T] -> [T, H]."""
         # the dispatcher has them on the host
         counts: list[int] = tokens_per_expert.tolist()
+        if self.config.add_bias_linear:
+            return self._with_biases(hidden, counts, probs), None
         if not any(counts) or not groups_matmuls(self, hidden):
             alone: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
             return alone
@@ -35,6 +44,18 @@ class GroupedExperts(SequentialMLP):
         rows = experts[0].activation_func(rows)
         rows = (rows * probs.unsqueeze(-1)).to(rows.dtype)
         return _product([expert.linear_fc2 for expert in experts], rows, ends, counts), None
+
+    def _with_biases(self, hidden: Tensor, counts: list[int], probs: Tensor) -> Tensor:
+        """Experts one by one; Megatron's adds its second bias in place, which autograd refuses."""
+        outputs = []
+        parts = zip(self.local_experts, hidden.split(counts), probs.split(counts), strict=True)
+        for expert, rows, shares in parts:
+            weights = shares.unsqueeze(-1)
+            wide, bias = expert.linear_fc1(rows)
+            active = expert.activation_func(wide if bias is None else wide + bias)
+            out, bias = expert.linear_fc2((active * weights).to(active.dtype))
+            outputs.append(out if bias is None else out + (bias * weights).to(out.dtype))
+        return torch.cat(outputs)
 
 
 def _product(layers: Sequence[Any], x: Tensor, ends: Tensor, counts: list[int]) -> Tensor:

@@ -31,7 +31,7 @@ from backends.megatron.model.attention import (
     PackedAttention,
 )
 from backends.megatron.model.divided_heads import DividedHeads, divides_heads
-from backends.megatron.model.elementwise import SwiGLU, rotate_heads
+from backends.megatron.model.elementwise import ClampedSwiGLU, SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
@@ -47,12 +47,17 @@ def layer_specs(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = slice(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     specs = []
-    for has_experts, rope in zip(arch.moe_layers[here], arch.ropes[here], strict=True):
+    windows = arch.windows or (None,) * arch.num_layers
+    layers = zip(arch.moe_layers[here], arch.ropes[here], windows[here], strict=True)
+    for has_experts, rope, window in layers:
         spec = layer_spec(config, config.num_moe_experts if has_experts else None, rope)
         if divides_heads(config):
             spec.submodules.self_attention.module = DividedHeads
         if arch.table.norm_over_heads:
             norm_over_heads(spec, config)
+        if arch.table.sinks:
+            core = spec.submodules.self_attention.submodules.core_attention
+            core.params |= {"window": window, "sinks": True}
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if te else LocalRMSNorm)
 
@@ -83,13 +88,14 @@ def local_layer_spec(
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     mlp = submodules_of(parts.mlp)
+    activation = SwiGLU if config.activation_func_clamp_value is None else ClampedSwiGLU
     if num_experts is None:
-        mlp.activation_func = SwiGLU
+        mlp.activation_func = activation
     else:
         mlp.router = router_class(config)
         mlp.experts = _of_class(GroupedExperts, mlp.experts)
         for net in (mlp.experts, mlp.shared_experts):
-            submodules_of(net).activation_func = SwiGLU
+            submodules_of(net).activation_func = activation
     return layer
 
 

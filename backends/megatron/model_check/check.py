@@ -14,9 +14,9 @@ from torch import Tensor
 from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.convert.architecture import Architecture
+    from backends.megatron.convert.architecture import Architecture, tensor_shapes
     from backends.megatron.convert.folder import carried_tensors
-    from backends.megatron.convert.layout import Slice
+    from backends.megatron.convert.layout import piece_of
     from backends.megatron.convert.load import SafetensorsFolder
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model_check.hugging_face import HuggingFaceModel, text_fields
@@ -245,15 +245,20 @@ class _Check:
 
     def _round_trip(self, own: Stage) -> tuple[int, list[str]]:
         """Count the tensors of a stage, and name those that do not come back bit for bit."""
-        count = 0
-        changed = []
+        names: set[str] = set()
+        changed: dict[str, None] = {}
+        arch = own.arch
         for owned in own.owned:
-            for name, tensor in own.tensors(owned, owned.weight.detach()):
-                stored = self._source.read(name, tuple(tensor.shape), Slice(None))
-                count += 1
-                if not torch.equal(tensor.to(stored.dtype), stored):
-                    changed.append(name)
-        return count, changed
+            entry = owned.entry
+            shapes = tensor_shapes(arch, entry)
+            for index, piece in enumerate(own.pieces(entry, owned.weight.detach())):
+                name = entry.parts[index].name
+                whole = piece_of(entry, index, arch, 0, 1, arch.vocab_size)
+                stored = self._source.read_piece(name, shapes[name], whole)
+                names.add(name)
+                if not torch.equal(piece.to(stored.dtype), stored):
+                    changed[name] = None
+        return len(names), [*changed]
 
     def _without_ties(
         self, found: StageReport, own: Stage, parts: LayerParts, ours: Record, theirs: Record

@@ -67,8 +67,13 @@ class Stage:
         self.owned = [Owned(*found) for found in owned_parameters([chunk], arch)]
 
     def tensors(self, owned: Owned, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A weight, or a gradient of it, as the tensors of the folder, by name."""
+        """A gradient of a weight as the tensors of the folder, by name.
+
+        Nothing for a tensor of all experts, of which a weight is one expert's.
+        """
         entry = owned.entry
+        if entry.parts[0].of_experts:
+            return
         pieces = self.pieces(entry, weight)
         if len(entry.names) == len(pieces):
             yield from zip(entry.names, pieces)
@@ -189,6 +194,9 @@ class Stage:
         def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = first_tensor(args, kwargs)
             out = main_output(output)
+            # Megatron's linear layers leave their biases to their callers.
+            if isinstance(output, tuple) and isinstance(output[-1], nn.Parameter):
+                out = out + output[-1]
             record.parts[name] = (
                 None if given is None else probe.of_pack(given),
                 probe.of_pack(out) if isinstance(out, Tensor) else None,

@@ -18,7 +18,6 @@ publication.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,12 +35,12 @@ from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
-from backends.megatron.weights.tensors import Source, exported, sources_of
+from backends.megatron.weights.tensors import SentPart, Source, exported, sources_of
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.planning.publication import bucket_limit
 from rlcore.quantised_weights import quantise_bucket, quantised_bucket
-from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rlcore.weights import Bucket, cut_buckets
 
 Head = Literal["lm", "value"]
 
@@ -60,31 +59,6 @@ class _Coordinates:
     etp: int
     ep: int
     expert_replica: int  # ... and of the experts'
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The contribution of one rank to one tensor of a bucket, or to a part of it."""
-
-    spec: TensorSpec
-    entry: Entry
-    index: int  # of the part among its entry's
-    piece: Piece
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What tells it from a rank's other contributions."""
-        return self.entry.megatron, self.index
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.piece.shape
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the bucket."""
-        return math.prod(self.shape) * self.spec.torch_dtype.itemsize
 
 
 class WeightExporter:
@@ -149,7 +123,7 @@ class WeightExporter:
         self._senders = sorted(ranks - {0})
         self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
         # Bucket index -> the parts of each sending rank.
-        self._plans: dict[int, dict[int, list[_Part]]] = {}
+        self._plans: dict[int, dict[int, list[SentPart]]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._unrounded: ModelError | None = None
 
@@ -258,7 +232,7 @@ class WeightExporter:
         else:
             flat = self._published(bucket)
         out = dict(bucket.views(flat))
-        arrivals: list[tuple[list[_Part], Tensor]] = []
+        arrivals: list[tuple[list[SentPart], Tensor]] = []
         receives: list[dist.P2POp] = []
         messages = {
             rank: self._messages(bucket, rank)
@@ -318,19 +292,19 @@ class WeightExporter:
         work = dist.broadcast(torch.empty(1), 0, group=group, async_op=self.parallel.rank == 0)
         return [] if work is None else [work]
 
-    def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
+    def _messages(self, bucket: Bucket, rank: int) -> tuple[list[SentPart], list[SentPart]]:
         """The parts of a bucket that `rank` sends one by one, and those of its last message."""
-        alone: list[_Part] = []
-        packed: list[_Part] = []
+        alone: list[SentPart] = []
+        packed: list[SentPart] = []
         for part in self._parts(bucket, rank):
             (alone if part.num_bytes >= _ALONE_BYTES else packed).append(part)
         return alone, packed
 
-    def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
+    def _parts(self, bucket: Bucket, rank: int) -> list[SentPart]:
         """The parts of a bucket that `rank` sends, the same list on rank 0 and the sender."""
         return self._plan(bucket).get(rank, [])
 
-    def _plan(self, bucket: Bucket) -> dict[int, list[_Part]]:
+    def _plan(self, bucket: Bucket) -> dict[int, list[SentPart]]:
         """The parts of each sending rank; most ranks send nothing."""
         if bucket.index not in self._plans:
             plan = self._plans[bucket.index] = {}
@@ -339,7 +313,7 @@ class WeightExporter:
                 for entry, index in source.parts:
                     for rank in self._contributors(entry, source.stage):
                         piece = self._piece(entry, index, self._ranks[rank])
-                        part = _Part(spec, entry, index, piece)
+                        part = SentPart(spec, entry, index, piece)
                         if part.num_bytes:
                             plan.setdefault(rank, []).append(part)
         return self._plans[bucket.index]
@@ -373,12 +347,12 @@ class WeightExporter:
             return piece
         return replace(piece, shape=piece.split.shape(self._shapes[part.name]))
 
-    def _copy_own(self, part: _Part, out: Tensor) -> None:
+    def _copy_own(self, part: SentPart, out: Tensor) -> None:
         """Copy this rank's piece of a tensor into `out`, with the dtype and shape of `out`."""
         own = self._own(part)
         out.view(own.shape).copy_(own)
 
-    def _own(self, part: _Part) -> Tensor:
+    def _own(self, part: SentPart) -> Tensor:
         """This rank's piece of a tensor, a view of the parameter.
 
         It may be strided, and have another shape or dtype than in the bucket.
@@ -457,7 +431,7 @@ class WeightExporter:
         return buffer[:size]
 
 
-def _is_sent_as(part: _Part, own: Tensor) -> bool:
+def _is_sent_as(part: SentPart, own: Tensor) -> bool:
     """Whether a rank's piece has the same bytes as in the bucket."""
     return own.is_contiguous() and own.dtype == part.spec.torch_dtype
 
@@ -467,7 +441,7 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Tensor]]:
+def _pieces(parts: Sequence[SentPart], buffer: Tensor) -> Iterator[tuple[SentPart, Tensor]]:
     """Yield each part with its view in a flat buffer."""
     at = 0
     for part in parts:
@@ -476,7 +450,7 @@ def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Ten
         at += part.num_bytes
 
 
-def _tail(buffer: Tensor, parts: Sequence[_Part]) -> Tensor:
+def _tail(buffer: Tensor, parts: Sequence[SentPart]) -> Tensor:
     """The end of a buffer, which holds the last parts."""
     return buffer[buffer.numel() - sum(part.num_bytes for part in parts) :]
 

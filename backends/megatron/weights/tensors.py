@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, model_entries
-from backends.megatron.convert.layout import owned_parameters, weight_specs
+from backends.megatron.convert.layout import Piece, owned_parameters, weight_specs
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.model.lora import Adapter, adapters, delta, named_factors
 from rlcore.config.sections.policy import LoraConfig
@@ -51,6 +52,31 @@ class Source:
     # Entries, and the indices of the tensor's parts among those of the entry.
     parts: tuple[tuple[Entry, int], ...]
     stage: int  # pipeline stage that owns it
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """The contribution of one rank to one tensor of a bucket, or to a part of it."""
+
+    spec: TensorSpec
+    entry: Entry
+    index: int  # of the part among its entry's
+    piece: Piece
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from a rank's other contributions."""
+        return self.entry.megatron, self.index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.piece.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the bucket."""
+        return math.prod(self.shape) * self.spec.torch_dtype.itemsize
 
 
 def sources_of(stages: Iterable[tuple[Entry, int]]) -> dict[str, Source]:

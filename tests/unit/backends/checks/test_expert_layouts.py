@@ -114,3 +114,17 @@ def test_layouts_that_fit(tmp_path: Path) -> None:
         ({"pipeline": 2, "expert": 2}, 4),
     ):
         check_layout(arch, ParallelConfig(**layout), world)
+
+
+def test_biases_of_experts_are_added_once(tmp_path: Path) -> None:
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "num_experts": "absent",
+    }
+    arch = read(tmp_path, QWEN3_MOE, model_type="gpt_oss", architectures="absent", **sizes)
+    layout = {"tensor": 2, "sequence": True, "expert": 2}
+    check_layout(arch, ParallelConfig(**layout, expert_tensor=1), 2)
+    with pytest.raises(ConfigError, match=r"expert_tensor: 2, but .* biases.*; set it to 1"):
+        check_layout(arch, ParallelConfig(**layout), 4)

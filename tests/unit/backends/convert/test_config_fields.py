@@ -54,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4,
     },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8},
     "glm4_moe": {
         "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
@@ -150,6 +151,12 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         "bias": getattr(config, "attention_bias", False) or family in ("qwen2", "qwen2_moe"),
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
         "rope": [rope["rope_type"], *meant_angles(config)],
+        "windows": [
+            config.sliding_window
+            if family == "gpt_oss" and config.layer_types[layer] == "sliding_attention"
+            else None
+            for layer in range(config.num_hidden_layers)
+        ],
     }  # fmt: skip
     return {**found, **(meant_experts(config) if hasattr(config, "num_experts_per_tok") else {})}
 
@@ -176,7 +183,7 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
     family = config.model_type
     layers = range(config.num_hidden_layers)
     found = {"topk": config.num_experts_per_tok}
-    if family in ("mixtral", "minimax_m2"):
+    if family in ("mixtral", "minimax_m2", "gpt_oss"):
         return {
             **found,
             "experts": config.num_local_experts,
@@ -225,7 +232,7 @@ def ours(arch: Architecture) -> dict[str, Any]:
         "heads": t["num_attention_heads"], "groups": t["num_query_groups"],
         "positions": arch.max_position_embeddings, "epsilon": t["layernorm_epsilon"],
         "tied": arch.tie_word_embeddings, "head_dim": t["kv_channels"],
-        "norms": t["qk_layernorm"], "bias": t["add_qkv_bias"],
+        "norms": t["qk_layernorm"], "bias": t["add_qkv_bias"], "windows": [*arch.windows],
         "rope": [
             rope.kind,
             *(inverse_frequencies(rope, long=long).tolist() for long in (False, True)),
@@ -256,18 +263,20 @@ def ours(arch: Architecture) -> dict[str, Any]:
 def converted(config: PretrainedConfig) -> bool:
     """Whether a model of transformers' configuration has nothing that we do not convert."""
     has = {field.name: getattr(config, field.name) for field in fields(config)}
-    glm = config.model_type == "glm4_moe"
+    biased = {"glm4_moe": (True, False), "gpt_oss": (True,)}
+    kinds = {"full_attention", "indexed_attention"}
+    if config.model_type == "gpt_oss":
+        kinds.add("sliding_attention")
     windows = has.get("use_sliding_window") or (
         config.model_type == "mixtral" and config.sliding_window is not None
     )
     return (
         config.hidden_act == "silu"
-        and (glm or not has.get("attention_bias"))
+        and has.get("attention_bias", False) in biased.get(config.model_type, (False,))
         and not has.get("mlp_bias")
         and has.get("qkv_bias", True)
         and not windows
-        and set(has.get("layer_types") or ["full_attention"])
-        <= {"full_attention", "indexed_attention"}
+        and set(has.get("layer_types") or ["full_attention"]) <= kinds
         and (
             config.model_type in PARTIAL
             or config.rope_parameters.get("partial_rotary_factor") in (None, 1)

@@ -204,6 +204,44 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
             source.read("m.experts.3.down_proj.weight", (4, 6), Slice(None))
 
 
+def test_experts_in_mxfp4_are_read_as_transformers_does(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3}
+    config = {
+        **CONFIG, **sizes, "model_type": "gpt_oss", "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = read_architecture(tmp_path, weights=False)
+    assert "quantization_config" not in arch.hf_config
+    stored = {}
+    whole = {}
+    for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        blocks = torch.randint(0, 256, (3, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 140, (3, rows, columns // 32), dtype=torch.uint8)
+        full = f"model.layers.0.mlp.experts.{name}"
+        stored |= {f"{full}_blocks": blocks, f"{full}_scales": scales}
+        whole[full] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    entries = [
+        entry
+        for entry in model_entries(arch, "lm")
+        if ".layers.0." in entry.megatron and entry.parts[0].name in whole
+    ]
+    assert len(entries) == 3 * 2
+    with SafetensorsFolder(tmp_path) as source:
+        for entry in entries:
+            shape = tensor_shapes(arch, entry)[entry.parts[0].name]
+            for index, part in enumerate(entry.parts):
+                for rank in range(2):
+                    piece = piece_of(entry, index, arch, rank, 2, 32)
+                    read = source.read_piece(part.name, shape, piece)
+                    assert read.equal(piece.of(whole[part.name]))
+        with pytest.raises(ModelError, match=r"gate_up_proj_blocks' has shape .*\(3, 32, 64\)"):
+            source.read("model.layers.0.mlp.experts.gate_up_proj", (3, 32, 64), Slice(None))
+
+
 def test_a_rank_of_padding_alone() -> None:
     assert tp_slice(Split.VOCAB, (31, 8), rank=1, size=2, padded_vocab=128) == Slice(0, 31, 0)
 

@@ -64,6 +64,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
     "deepseek_v3": ("DeepseekV3", LATENT),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True}),
 }
