@@ -139,6 +139,7 @@ class RolloutService:
         self._showing: Future[None] | None = None
         # counters at the last hand-over
         self._seen = self._so_far()
+        self._seen_drafts = self._dispatcher.drafts
         self.thread = LoopThread("rollout") if thread is None else thread
         self.loop = self.thread.loop
 
@@ -220,6 +221,7 @@ class RolloutService:
             "time/generation": seconds,
             **done.metrics,
             **self._happened(),
+            **self._drafted(),
             **self._dropped(done),
         }
         engines = self._dispatcher.engines_of(
@@ -323,6 +325,19 @@ class RolloutService:
             f"rollout/{name}": float(count)
             for name, count in counts.items()
             if count or not name.startswith("failed_tries_")
+        }
+
+    def _drafted(self) -> dict[str, float]:
+        """How well draft models have done since the last hand-over; {} where none proposed."""
+        before = self._seen_drafts
+        now = self._seen_drafts = self._dispatcher.drafts
+        verifications = now.verifications - before.verifications
+        if not verifications:
+            return {}
+        accepted = now.accepted - before.accepted
+        return {
+            "rollout/draft_acceptance": accepted / (now.proposed - before.proposed),
+            "rollout/tokens_per_verification": 1 + accepted / verifications,
         }
 
     def _so_far(self) -> Counter[str]:

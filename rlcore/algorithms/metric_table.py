@@ -72,6 +72,11 @@ _ROWS = (
      "by at least one token, since the row before; a response cut twice counts twice", "-",
      "responses"),
     ("rollout/resumed_tokens", "tokens that these had when they continued", "-", "tokens"),
+    ("rollout/draft_acceptance", "proposed tokens that the model accepted (speculative decoding), "
+     "in all answers since the row before, those of evaluations too; absent without a draft",
+     "tokens that a draft proposed", "share"),
+    ("rollout/tokens_per_verification", "tokens that a forward pass of the model commits: the "
+     "accepted ones and one of its own; likewise", "verifications", "tokens"),
     ("rollout/engines_serving", "engines with the policy's weights when the samples were complete",
      "-", "engines"),
     ("rollout/buffered_groups", "groups that were finished and left for later steps at the "

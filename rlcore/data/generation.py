@@ -100,6 +100,26 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Counts of speculative decoding: a draft model proposes tokens, which the model verifies.
+
+    A verification is one forward pass of the model, which commits the proposed tokens that it
+    accepts and one token of its own.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    verifications: int = 0
+
+    def __add__(self, other: Drafts) -> Drafts:
+        return Drafts(
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.verifications + other.verifications,
+        )
+
+
+@dataclass(frozen=True)
 class Completion:
     """The completion of one sample of a request."""
 
@@ -113,6 +133,8 @@ class Completion:
     routed_experts: Experts | None = None
     # Prompt tokens that were in the engine's cache; None: the engine does not report them.
     cached_tokens: int | None = None
+    # None: the engine decodes without a draft model.
+    drafts: Drafts | None = None
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]

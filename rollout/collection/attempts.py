@@ -148,6 +148,7 @@ def join(head: Completion, tail: Completion) -> Completion:
         spans.append(VersionSpan(span.version, start, span.end + size))
     sets = [part.sampling_mask for part in (head, tail) if part.sampling_mask is not None]
     routed = [part.routed_experts for part in (head, tail) if part.routed_experts is not None]
+    drafts = [part.drafts for part in (head, tail) if part.drafts is not None]
     return Completion(
         tokens=np.concatenate([head.tokens, tail.tokens]),
         logprobs=np.concatenate([head.logprobs, tail.logprobs]),
@@ -156,6 +157,7 @@ def join(head: Completion, tail: Completion) -> Completion:
         sampling_mask=SamplingMasks.joined(sets) if sets else None,
         routed_experts=join_experts(routed) if routed else None,
         cached_tokens=head.cached_tokens,
+        drafts=sum(drafts[1:], drafts[0]) if drafts else None,
     )
 
 

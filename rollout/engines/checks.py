@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.data.generation import Completion, Drafts, GenerateRequest
 from rlcore.data.sample import Experts, SamplingMasks, VersionSpan
 from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
@@ -216,6 +216,19 @@ def check_completion(
     cached = found.cached_tokens
     if cached is not None and not (type(cached) is int and 0 <= cached <= given):
         raise ValueError(f"{str(cached)[:80]} cached tokens of {given}")
+    if found.drafts is not None:
+        _check_drafts(found.drafts)
+
+
+def _check_drafts(drafts: Drafts) -> None:
+    counts = (drafts.accepted, drafts.proposed, drafts.verifications)
+    if not all(type(count) is int for count in counts) or not (
+        0 <= drafts.accepted <= drafts.proposed and 0 < drafts.verifications <= drafts.proposed
+    ):
+        raise ValueError(
+            f"{str(drafts)[:200]}, expected at most as many accepted as proposed tokens, and at"
+            " least one proposed token a verification"
+        )
 
 
 def _check_spans(spans: Sequence[VersionSpan], made: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.generation import Completion, Generate, GenerateRequest
+from rlcore.data.generation import Completion, Drafts, Generate, GenerateRequest
 from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, InvalidAnswer, RlcoreError, RunFailed
 from rlcore.timeline.recorder import RECORDER, TrackAllocator, group_key, now
@@ -49,6 +49,8 @@ class Dispatcher:
         # Requests so far that were sent again, and that passed their time limit.
         self.retried = 0
         self.overdue = 0
+        # What draft models proposed in all valid answers so far.
+        self.drafts = Drafts()
         self._aborts: set[asyncio.Task[None]] = set()
         # Timeline tracks of each engine.
         self._slots: dict[str, TrackAllocator] = {}
@@ -202,6 +204,9 @@ class Dispatcher:
         lease.member.answers += 1
         self._check(engine.name, requests, answers)
         lease.member.invalid_answers = 0
+        for completion in (one for completions in answers for one in completions):
+            if completion.drafts is not None:
+                self.drafts += completion.drafts
         return answers
 
     def _check(

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
+from rlcore.data.generation import Completion, Drafts, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.sample import SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.checks import ExpertLayers
@@ -83,7 +83,14 @@ def make_completion(random: random.Random, request: GenerateRequest, place: int)
         shape = (given + size - 1, len(EXPERTS.places), EXPERTS.topk)
         routed = np.zeros(shape, dtype=np.int16) + random.randrange(EXPERTS.num_experts)
     versions = tuple(span for span in spans if span.end > span.start)
-    return Completion(tokens, logprobs, reason, versions, mask, routed, random.randrange(given))
+    verifications = random.randrange(3)
+    drafts = (
+        Drafts(3 * verifications, random.randrange(3 * verifications), verifications)
+        if (verifications)
+        else None
+    )
+    cached = random.randrange(given)
+    return Completion(tokens, logprobs, reason, versions, mask, routed, cached, drafts)
 
 
 def as_sglang(completion: Completion) -> dict[str, Any]:
@@ -106,6 +113,10 @@ def as_sglang(completion: Completion) -> dict[str, Any]:
         ],
         "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens)],
     }
+    if (drafts := completion.drafts) is not None:
+        meta["spec_num_proposed_drafts"] = drafts.proposed
+        meta["spec_num_correct_drafts"] = drafts.accepted
+        meta["spec_verify_ct"] = drafts.verifications
     if completion.sampling_mask is not None:
         ends = completion.sampling_mask.counts.cumsum()[:-1]
         rows = np.split(completion.sampling_mask.tokens, ends)

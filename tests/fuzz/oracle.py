@@ -103,6 +103,11 @@ def check_completion(
         cached is None or (type(cached) is int and 0 <= cached <= len(request.prompt) + before),
         f"{cached!r} cached tokens",
     )
+    if (drafts := found.drafts) is not None:
+        counts = (drafts.proposed, drafts.accepted, drafts.verifications)
+        need(all(type(count) is int for count in counts), f"{drafts}")
+        need(0 <= drafts.accepted <= drafts.proposed, f"{drafts}")
+        need(1 <= drafts.verifications <= drafts.proposed, f"{drafts}")
 
 
 def check_sample(sample: Sample, *, vocab_size: int, versions: Collection[int]) -> None:

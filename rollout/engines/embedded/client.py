@@ -17,6 +17,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import (
     Completion,
+    Drafts,
     GenerateRequest,
     MemoryTag,
     PauseMode,
@@ -331,6 +332,7 @@ def encode_completion(completion: Completion) -> dict[str, Any]:
         ),
         "routed_experts": None if routed is None else encode_experts(routed),
         "cached_tokens": completion.cached_tokens,
+        "drafts": None if completion.drafts is None else asdict(completion.drafts),
     }
 
 
@@ -338,6 +340,7 @@ def decode_completion(value: dict[str, Any]) -> Completion:
     """Decode the value of `encode_completion`."""
     mask = value["keep_sets"]
     routed = value["routed_experts"]
+    drafts = value["drafts"]
     spans = value["versions"]
     if not all(type(number) is int for span in spans for number in span):
         raise ValueError(f"version spans {str(spans)[:80]}, expected whole numbers")
@@ -353,4 +356,5 @@ def decode_completion(value: dict[str, Any]) -> Completion:
         ),
         None if routed is None else decode_experts(routed),
         value["cached_tokens"],
+        None if drafts is None else Drafts(**drafts),
     )

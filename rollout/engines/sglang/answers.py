@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config.engine_registry import SGLANG_ANSWER_RESERVE
-from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.data.generation import Completion, Drafts, GenerateRequest, SamplingParams
 from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed, InvalidAnswer
 from rollout.engines.checks import ExpertLayers, folder_vocab_size
@@ -186,6 +186,16 @@ def _completion(
         sets,
         experts,
         meta.get("cached_tokens"),
+        _drafts(meta),
+    )
+
+
+def _drafts(meta: Mapping[str, Any]) -> Drafts | None:
+    """The counts of a response of which the model has verified a part; SGLang omits others."""
+    if "spec_verify_ct" not in meta:
+        return None
+    return Drafts(
+        meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"], meta["spec_verify_ct"]
     )
 
 

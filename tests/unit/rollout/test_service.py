@@ -6,12 +6,14 @@ import asyncio
 import json
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 from fake_engine import FakeEngine, addresses, random_reply
 
 from rlcore.data.batch import RolloutBatch
+from rlcore.data.generation import Drafts
 from rlcore.errors import ConfigError, DataError, RunFailed
 
 # --- the start ---------------------------------------------------------------------------------
@@ -56,6 +58,30 @@ def test_a_step_is_whole_scored_groups(make_service, engine):
         == rollouts.metrics["rollout/reward_timeouts"]
         == 0.0
     )
+
+
+def test_what_the_engines_say_of_their_drafts_is_the_step_s(make_service, engine):
+    """Of all answers of a step together: an answer of many verifications counts more."""
+    counts = [Drafts(6, 5, 2), Drafts(60, 10, 20), Drafts(3, 3, 1), None] * 2
+
+    class Drafting(FakeEngine):
+        def _complete(self, request, place, aborted):
+            made = super()._complete(request, place, aborted)
+            return replace(made, drafts=counts.pop(0) if counts else None)
+
+    service = make_service(engines=[Drafting(engine.reply)])
+    metrics = service.next_step(1).metrics
+    assert metrics["rollout/draft_acceptance"] == pytest.approx(18 / 69)
+    assert metrics["rollout/tokens_per_verification"] == pytest.approx(1 + 18 / 23)
+    counts += [Drafts(4, 1, 1)]
+    metrics = service.next_step(2).metrics
+    assert (metrics["rollout/draft_acceptance"], metrics["rollout/tokens_per_verification"]) == (
+        0.25,
+        2.0,
+    )
+    metrics = service.next_step(3).metrics
+    assert "rollout/draft_acceptance" not in metrics
+    assert "rollout/tokens_per_verification" not in metrics
 
 
 def test_overhead_outside_the_engine_is_small(make_service):

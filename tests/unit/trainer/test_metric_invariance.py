@@ -150,6 +150,7 @@ def test_what_is_measured(config: Config) -> None:
         "rollout/excluded_prompts", "rollout/baseline_reward", "val/clipfrac_avg",
         "correction/clipped_fraction", "rollout/engine_restarts", "rollout/retried_requests",
         "rollout/overdue_requests", "rollout/unscored_samples",
+        "rollout/draft_acceptance", "rollout/tokens_per_verification",
         "rollout/engines_serving", "rollout/resumed_responses", "rollout/resumed_tokens",
         "rollout/buffered_groups", "rollout/in_flight_groups", "rollout/dropped_stale",
     }  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
+from rlcore.data.generation import Completion, Drafts, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.sample import SamplingMasks, VersionSpan
-from rollout.collection.attempts import MAX_WITHOUT_TOKENS, PartialRollouts, shorten
+from rollout.collection.attempts import MAX_WITHOUT_TOKENS, PartialRollouts, join, shorten
 
 PROMPT = [1, 2, 3]
 LONGEST = 12
@@ -336,3 +336,21 @@ def test_a_workflow_gives_no_prefixes_of_its_own():
     begun = ask().continued([Prefix(0, np.array([4], np.int32))])
     with pytest.raises(ValueError, match=r"leave GenerateRequest\.prefixes empty"):
         asyncio.run(PartialRollouts(Letters()).whole(AbortingEngine(replies, []), begun))
+
+
+def test_counts_of_drafts_add_up_over_the_parts() -> None:
+    def part(drafts: Drafts | None) -> Completion:
+        one = np.ones(1, dtype=np.int32)
+        return Completion(
+            one, -one.astype(np.float32), "length", (VersionSpan(1, 0, 1),), drafts=drafts
+        )
+
+    first = Drafts(proposed=6, accepted=4, verifications=2)
+    # An abort may come before the first verification.
+    for head, tail, whole in (
+        (first, Drafts(3, 1, 1), Drafts(9, 5, 3)),
+        (first, None, first),
+        (None, first, first),
+        (None, None, None),
+    ):
+        assert join(part(head), part(tail)).drafts == whole

@@ -7,16 +7,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from aiohttp import web
 from engine_kit import request
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.generation import Completion
+from rlcore.data.generation import Completion, Drafts
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.embedded import client
-from rollout.engines.embedded.client import RemoteEngine, encode_completion
+from rollout.engines.embedded.client import RemoteEngine, decode_completion, encode_completion
 
 
 class Running:
@@ -65,6 +66,16 @@ def completion(version: int) -> dict[str, Any]:
     spans = (VersionSpan(version, 0, 2),)
     tokens = np.array([1, 2], dtype=np.int32)
     return encode_completion(Completion(tokens, np.zeros(2, np.float32), "length", spans))
+
+
+def test_counts_of_drafts_survive_the_wire() -> None:
+    one = np.ones(1, dtype=np.int32)
+    spans = (VersionSpan(1, 0, 1),)
+    for drafts in (None, Drafts(6, 3, 2)):
+        sent = Completion(one, -one.astype(np.float32), "stop", spans, drafts=drafts)
+        assert (
+            decode_completion(orjson.loads(orjson.dumps(encode_completion(sent)))).drafts == drafts
+        )
 
 
 @pytest.mark.parametrize("version", [999, 3, -3])

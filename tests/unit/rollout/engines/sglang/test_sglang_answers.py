@@ -10,7 +10,7 @@ import orjson
 import pytest
 from engine_kit import VOCAB, request
 
-from rlcore.data.generation import Prefix
+from rlcore.data.generation import Drafts, Prefix
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.checks import ExpertLayers, check_completion
@@ -61,6 +61,32 @@ def test_a_completion():
     assert completion.finish_reason == "length"
     assert completion.versions == (VersionSpan(4, 0, 3),)
     assert completion.sampling_mask is completion.routed_experts is None
+
+
+def drafted(correct: object, proposed: object, verifications: object):
+    return {
+        "spec_num_correct_drafts": correct,
+        "spec_num_proposed_drafts": proposed,
+        "spec_verify_ct": verifications,
+    }
+
+
+def test_a_server_that_drafts_reports_how_well():
+    assert read([one()])[0].drafts is None
+    assert read([one(**drafted(3, 6, 2))])[0].drafts == Drafts(6, 3, 2)
+
+
+@pytest.mark.parametrize("counts", [
+    (7, 6, 2), (-1, 6, 2), (0, 1, 2), (0, 6, 0), (0.5, 6, 2), (0, "6", 2), (0, 6, None),
+    (True, 6, 2),
+])  # fmt: skip
+def test_counts_of_drafts_that_cannot_be_are_refused(counts):
+    with pytest.raises(ValueError, match="at most as many accepted as proposed"):
+        read([one(**drafted(*counts))])
+    missing = drafted(3, 6, 2)
+    del missing["spec_num_proposed_drafts"]
+    with pytest.raises(EngineFailed, match="no 'spec_num_proposed_drafts'"):
+        read([one(**missing)])
 
 
 def test_samples_come_in_order():
