@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks import algorithm, engine, reward, rollout, training
+from rlcore.config.checks import algorithm, drafts, engine, reward, rollout, training
 from rlcore.config.messages import ConfigIssue
 from rlcore.config.schema import sections
 from rlcore.config.sections.base import Found, Section
@@ -32,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     rollout.sampling_masks,
     *(engine.engine_kind, engine.engine_servers, engine.managed_servers, engine.engine_tls),
     *(engine.fp32_head, engine.engine_transport, engine.engine_gpus, engine.colocated),
+    drafts.drafts,
     *(rollout.staleness, rollout.curriculum),
     *(training.ray_launcher, training.debugging, training.data),
     *(reward.graders, reward.keys_over_tls),

@@ -3,8 +3,8 @@
 The order of the calls follows from how the server behaves. Weights take effect bucket by bucket,
 and no route detects a missing bucket: `WeightState` does. The server refuses to flush its cache
 while requests run, so the flush comes last. After an `in_place` pause there is no flush: the cache
-is keyed by the version under which a request began, so later requests do not use old keys and
-values. The version is set at the very end, since the server then stamps tokens with it.
+is keyed by the version under which a request began. The version is set at the very end, since the
+server then stamps tokens with it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ ABORT_AGAIN_S = 0.2
 MARK = f".{secrets.token_hex(4)}"
 # Counters of /v1/loads that change only when the scheduler has run a batch.
 COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
-# Sent to each route that loads weights.
+# Sent to routes that load weights: drafts keep theirs, which may have the same names.
 KEEP_REQUESTS = {"flush_cache": False, "abort_all_requests": False}
+SERVED = {"selector": "target"}
+TO_SERVED = KEEP_REQUESTS | SERVED
 
 
 class SGLangEngine:
@@ -305,13 +307,13 @@ class SGLangEngine:
         if self._adapters is not None:
             self._adapters.forget()
         try:
-            await self._control("/begin_weight_update", {"selector": "all"})
+            await self._control("/begin_weight_update", SERVED)
         except EngineHangs:
             raise
         # recovery: close the update that a dead trainer has left open
         except EngineFailed:
             await self._control("/end_weight_update", {})
-            await self._control("/begin_weight_update", {"selector": "all"})
+            await self._control("/begin_weight_update", SERVED)
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """See `rollout.weight_sync.distributed.DistributedTransport`."""
@@ -344,9 +346,7 @@ class SGLangEngine:
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        load_format = patches.LOAD_FORMAT
-        if order is not None:
-            load_format = patches.ORDERED + order
+        load_format = patches.LOAD_FORMAT if order is None else patches.ORDERED + order
         if self.queues_buckets:
             load_format += f"{patches.TURN}{index}"
         times = CALLS_AT_ONCE if self.queues_buckets else 1
@@ -360,7 +360,7 @@ class SGLangEngine:
             "shapes": [list(spec.shape) for spec in specs],
             "group_name": self.in_group,
             "load_format": load_format,
-            **KEEP_REQUESTS,
+            **TO_SERVED,
         }
         return await self._control("/update_weights_from_distributed", body, times=times)
 
@@ -376,7 +376,7 @@ class SGLangEngine:
             {
                 "serialized_named_tensors": list(payloads),
                 "load_format": patches.LOAD_FORMAT,
-                **KEEP_REQUESTS,
+                **TO_SERVED,
             },
         )
         self.weights.received(index)

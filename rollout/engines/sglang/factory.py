@@ -10,6 +10,7 @@ import torch
 
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
+from rlcore.config.checks.drafts import ALGORITHM, has_draft
 from rlcore.config.checks.engine import FP32_HEAD, expected_fp32_head, server_argument
 from rlcore.config.derived import published_adapters
 from rlcore.errors import ConfigError, ModelError
@@ -83,20 +84,27 @@ class SGLangFactory:
         """See `HostedFactory`; `node` is this machine's part of a server on several machines."""
         engine = config.rollout.engine
         on_gpu = bool(gpus) or (engine.device != "cpu" and torch.cuda.is_available())
+        drafts = has_draft(engine)
+        if drafts and not on_gpu:
+            raise ConfigError(
+                f"rollout.engine.server.{ALGORITHM}: on a CPU SGLang {VERSION} verifies drafted"
+                " tokens greedily, whatever the temperature: leave it out"
+            )
         # Arguments that the rest of the configuration requires.
         needed = {
             "enable_return_routed_experts": config.policy.routing_replay == "engine",
             FP32_HEAD: config.policy.logprobs.fp32_head,
             # On a CPU there is no memory to release.
             "enable_memory_saver": engine.colocated and on_gpu,
+            # Released memory comes back empty, and no publication has the draft's weights.
+            "enable_draft_weights_cpu_backup": drafts and engine.colocated,
         }
         arguments: dict[str, Any] = {name: True for name, is_needed in needed.items() if is_needed}
         if not any(server_argument(engine, name) for name in ("load_format", "quantization")):
             # It serves nothing before the first publication, which has every weight but those of a
             # draft model.
             arguments["load_format"] = "dummy"
-            drafts = ("speculative_algorithm", "speculative_draft_model_path")
-            if any(server_argument(engine, name) is not None for name in drafts):
+            if drafts:
                 draft = server_argument(engine, "speculative_draft_load_format")
                 arguments["speculative_draft_load_format"] = draft or "auto"
         if (lora := published_adapters(config)) is not None:

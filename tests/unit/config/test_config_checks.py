@@ -20,6 +20,8 @@ COUNT = "rollout.engine.count"
 ROUTER = "rollout.engine.router_url=http://x:1"
 TP_2 = (SGLANG, "rollout.engine.tensor_parallel=2")
 PARTS = "rollout.engine.server.attn_dp_size"
+DRAFTS = "rollout.engine.server={speculative_algorithm: NEXTN"
+SERVER = "rollout.engine.server"
 TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
 
 
@@ -149,6 +151,19 @@ def paths(lines: list[str]) -> list[str]:
          ["rollout.engine.server.rl_on_policy_target"]),
         ([SGLANG, FP32, "model.dtype=fp32", "rollout.engine.dtype=bf16",
          "rollout.engine.server={enable_fp32_lm_head: false}"], [FP32_HEAD]),
+        # speculative decoding: what is sampled, and what is said of it
+        *(([SGLANG, f"{DRAFTS}, {name}: {value}}}"], [f"{SERVER}.{name}"])
+          for name, value in (("speculative_accept_threshold_single", 0.9),
+                              ("speculative_accept_threshold_acc", 0.5),
+                              ("speculative_adaptive", "true"))),
+        ([SGLANG, f"{DRAFTS}}}", "policy.logprobs.keep_sets=true",
+          "rollout.sampling={top_p: 0.9, top_k: 50}"], [f"{SERVER}.speculative_algorithm"]),
+        *(([SGLANG, f"{DRAFTS}{topk}}}", "policy.routing_replay=engine"],
+           [f"{SERVER}.speculative_eagle_topk"])
+          for topk in ("", ", speculative_eagle_topk: 4")),
+        *(([SGLANG, f"{DRAFTS}, --speculative-draft-model-path: /draft}}",
+            f"rollout.engine.transport={transport}"], ["rollout.engine.transport"])
+          for transport in ("disk", "delta")),
         ([SGLANG, "rollout.engine.max_batch=8"], ["rollout.engine.max_batch"]),
         ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1"],
          [f"rollout.engine.{key}" for key in ("count", "threads")]),
@@ -236,6 +251,10 @@ def test_refused(refusal, overrides, refused):
         [*BY_URL, "rollout.engine.restart={limit: 1000, max_backoff_s: 600}"],
         [SGLANG, "rollout.engine.transport=delta", "rollout.engine.weights_dir=/x"],
         [SGLANG, "policy.routing_replay=engine"],
+        [SGLANG, f"{DRAFTS}, speculative_eagle_topk: 1}}", "policy.routing_replay=engine"],
+        [SGLANG, f"{DRAFTS}, speculative_draft_model_path: /draft}}"],
+        [SGLANG, "model.path=/m", f"{DRAFTS}, speculative_draft_model_path: /m/}}",
+         "rollout.engine.transport=disk"],
         [SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 50}"],
     ],
 )  # fmt: skip

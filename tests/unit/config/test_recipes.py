@@ -50,6 +50,7 @@ RECIPES = [
     Recipe("qwen3-8b-lora-1gpu", "Qwen3-8B", 1, gpus=1),
     Recipe("qwen3-30b-a3b-lora-1node", "Qwen3-30B-A3B", 1, trainer_gpus=4),
     Recipe("qwen3-235b-a22b-gspo-32nodes", "Qwen3-235B-A22B", 32),
+    Recipe("glm-4.5-air-drafts-8nodes", "GLM-4.5-Air", 8),
     Recipe("gsm8k/qwen2.5-0.5b-grpo", "Qwen2.5-0.5B", 1, gpus=1, memory="24G"),
     Recipe("gsm8k/qwen2.5-0.5b-ppo", "Qwen2.5-0.5B", 1, gpus=1, memory="24G"),
     Recipe("dapo/qwen2.5-math-7b", "Qwen2.5-Math-7B", 1),

@@ -184,10 +184,32 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(
     ],
 )
 def test_weights_that_no_publication_brings_are_read(
-    python: tuple[str, str], server: str, expected: dict[str, str]
+    python: tuple[str, str], server: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with_gpus(monkeypatch)
     [made] = managed(*python, f"rollout.engine.server={server}")
     assert made._arguments == expected
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+
+DRAFTS = "rollout.engine.server={speculative-algorithm: EAGLE}"
+
+
+def test_the_weights_of_a_draft_survive_a_turn_of_the_trainer(
+    python: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch)
+    [made] = managed(*python, DRAFTS, "rollout.engine.colocated=true")
+    assert made._arguments["enable_draft_weights_cpu_backup"] is True
+
+
+def test_a_draft_on_a_cpu_is_refused(python: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"speculative_algorithm: on a CPU .* greedily"):
+        managed(*python, DRAFTS)
 
 
 def test_without_an_environment_the_script_is_named(tiny_model: Path) -> None:

@@ -167,6 +167,9 @@ def test_the_order_of_a_publication(folder, mode, pause):
                 "flattened_bucket",
             )
             assert "weight_version" not in body
+            # The draft's layers have names of the policy's.
+            assert body["selector"] == "target"
+        assert scripted.bodies("/begin_weight_update") == [{"selector": "target"}]
         assert scripted.bodies("/update_weight_version") == [
             {"new_version": f"1{MARK}", "abort_all_requests": False}
         ]
@@ -400,6 +403,7 @@ def test_a_bucket_over_the_group_is_described_and_a_group_left_before_the_next(f
             "flattened_bucket",
             False,
         )
+        assert body["selector"] == "target"
         with pytest.raises(EngineFailed, match="takes buckets over the process group"):
             await engine.receive_bucket(0, flatten(BUCKETS[0], tiny_qwen3()))
 
