@@ -41,6 +41,14 @@ MUTANTS = [
      "whole(micro, output)) * step_tokens / len(micro_batches)", on("tp2")),
     ("every micro-batch scales itself", B + "training/passes.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * micro.num_tokens", on("tp2")),
+    # multi-token prediction
+    ("the embedding of the token itself, not of the next", B + "batch/pack.py", "tokens.roll(-1)", "tokens", on("mtp_tp2_sp")),
+    ("a further token predicted from the slot before it", B + "batch/pack.py", "trainable[predicted] - 2", "trainable[predicted] - 1", on("mtp_tp2_sp")),
+    ("further tokens train the trunk", B + "model/mtp.py", "self.hnorm(hidden.detach())", "self.hnorm(hidden)", on("mtp_tp2_sp")),
+    ("further tokens train the head", B + "model/gpt.py", "self.true_vocab_size, weight.detach()", "self.true_vocab_size, weight", on("mtp_tp2_sp")),
+    ("the projection of a rank's own tokens alone under SP", B + "model/mtp.py",
+     "self.eh_proj.weight.sequence_parallel = config.sequence_parallel", "self.eh_proj.weight.sequence_parallel = False", on("mtp_tp2_sp")),
+    ("the clip counts further tokens", B + "model/mtp.py", "parameter.shared = True", "parameter.shared = False", on("mtp_tp2_sp")),
     # prefixes that sequences share
     ("a target predicted from the slot before its own", B + "batch/pack.py", "index = where[slots[trainable - 1]]",
      "index = where[slots[trainable] - 1]", on("tp2")),

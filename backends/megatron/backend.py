@@ -28,7 +28,7 @@ with importing_megatron():
     from backends.megatron.checkpoint import save_load
     from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint, Plans
     from backends.megatron.checks.layout import check_layout, check_lengths
-    from backends.megatron.convert.read import read_architecture
+    from backends.megatron.convert.read import read_policy
     from backends.megatron.model import routing_replay as replay
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.fused import fused_kernels
@@ -64,8 +64,7 @@ class MegatronBackend:
     """`PolicyBackend` on Megatron-Core. Every method is collective.
 
     Args:
-        config: the whole configuration, of which the models' sections and the sampling temperature
-            are used.
+        config: the models' sections and the sampling temperature are used.
         objective: the loss of a micro-batch, per token (`rlcore.trainer.objective.Objective`).
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
@@ -98,7 +97,7 @@ class MegatronBackend:
         self.device = torch.device(device)
         policy = config.policy
         timeout_s = config.cluster.collective_timeout_s
-        arch = read_architecture(config.model.path, weights=weights)
+        arch = read_policy(config, weights=weights)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
@@ -174,6 +173,7 @@ class MegatronBackend:
             self.device,
             pad_multiple=pack_multiple(self.config),
             share_prefixes=self._prefixes().on,
+            mtp_coef=self.config.policy.mtp_coef,
         )
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
@@ -361,7 +361,7 @@ class MegatronBackend:
             return connect_groups(
                 self.device,
                 moe=bool(arch.num_experts),
-                tied=arch.tie_word_embeddings,
+                tied=arch.tie_word_embeddings or arch.mtp,
                 distributed=self.config.policy.optimizer.distributed,
             )
 

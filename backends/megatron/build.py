@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -132,7 +132,8 @@ class BuildContext:
         Collective, as `load` is.
         """
         if path is None:
-            return self.arch
+            # Only the policy is trained to predict further tokens.
+            return replace(self.arch, mtp=False)
         with raise_on_all_ranks(self.parallel, f"reading {key} {path}"):
             arch = read_architecture(path, weights=self.weights)
             check_vocabularies({key: arch}, self.arch)
@@ -264,7 +265,9 @@ def build_frozen(
         return SwappedIn(policy, own, weights)
     model = context.build(arch)
     if path is None:
-        copy_weights(weights_of(policy.chunks), weights_of(model.chunks))
+        for own, other in zip(model.chunks, policy.chunks):
+            held = dict(named_weights(other))
+            copy_weights([held[name] for name, _ in named_weights(own)], weights_of([own]))
     else:
         context.load(model, arch, path)
     # Passes run without gradients, but the weights keep `requires_grad`, with which torch.matmul

@@ -81,6 +81,8 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
      "entropy terms", "optimizer steps", "1"),
     ("policy_loss", per_step, "loss/policy_avg", "sum of loss weight * policy loss over tokens, "
      "correction included", "optimizer steps", "1"),
+    ("mtp_loss", mean, "loss/mtp_avg", "cross-entropy of the layer for multi-token prediction "
+     "(policy.mtp_coef)", "trained tokens behind two others", "nats"),
     ("value_loss", per_step, "loss/value_avg", "sum of loss weight * value loss over tokens",
      "optimizer steps", "1"),
     # - the policy, and the policy against the one before the step

@@ -18,7 +18,8 @@ SMALL_BUCKET = 16 << 20
 FUSED = ((".q_a_proj.", ".kv_a_proj_with_mqa."),)
 BLOCK = 128  # rows and columns per scale of a matrix in FP8
 # `kv_a_proj_with_mqa` belongs to latent attention, `w1` to `w3` to Mixtral.
-_PROJECTION = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+# Not `eh_proj` and `input_proj` of multi-token prediction, which SGLang keeps in bf16.
+_PROJECTION = re.compile(r"(?<!\.eh)(?<!\.input)(_proj|_proj_with_mqa|\.w[123])\.weight$")
 
 
 def bucket_limit(model_bytes: int, bucket_bytes: int) -> int:

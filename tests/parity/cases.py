@@ -165,6 +165,7 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
                 "parallel": case.get("parallel", {}),
                 "optimizer": optimizer,
                 "lora": lora,
+                "mtp_coef": case.get("mtp_coef", 0.0),
                 "megatron": case.get("megatron", {}),
                 "share_prefixes": case.get("share", "auto"),
                 "logprobs": {"chunk_elements": case.get("chunk_elements", 1 << 22)},

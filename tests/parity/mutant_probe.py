@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lora_oracle
+import mtp_oracle
 import oracle
 import parity_ranks
 import pytest
@@ -45,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2_moe": {"model": "qwen3_moe", "plan": "one", "parallel": {"context": 2},
                 "megatron": {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}},
     "dp2": {"model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
+    "mtp_tp2_sp": {"model": "predicting", "source": "qwen2_tied", "plan": "uneven",
+        "mtp_coef": mtp_oracle.COEF, "parallel": {"tensor": 2, "sequence": True}},
     "lora_tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}, "lora": LORA},
     "lora_tp2_sp": {"model": "qwen3", "plan": "uneven", "lora": LORA,
         "parallel": {"tensor": 2, "sequence": True},
@@ -93,7 +96,12 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 33**0.5
 
     def expect() -> None:
-        oracle.write_models(models, only={case["model"]})
+        oracle.write_models(models, only={case.get("source", case["model"])})
+        if "source" in case:
+            predicting = (models / case["model"], models / case["source"])
+            mtp_oracle.write(*predicting)
+            torch.save({"policy": mtp_oracle.step(*predicting)}, expected_file)
+            return
         if "lora" in case:
             lora_oracle.write_adapter(
                 models / case["model"], models / "adapter", TARGETS, lora_oracle.RANK
@@ -121,6 +129,8 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
         for weight, gradient in of["gradients"].items():
             error = (got["gradients"][model][weight].double() - gradient).norm() / gradient.norm()
             assert error <= TIGHT, f"{model}: {weight}: gradient off by {float(error):.1e}"
-    if "lora" in case:
-        whole = torch.stack([g.norm() for g in expected["policy"]["gradients"].values()]).norm()
+    if "lora" in case or "source" in case:
+        gradients = expected["policy"]["gradients"].items()
+        counted = [g.norm() for name, g in gradients if ".mtp_layers." not in name]
+        whole = torch.stack(counted).norm()
         assert got["metrics"]["train/grad_norm"] == pytest.approx(float(whole), rel=TIGHT)

@@ -18,7 +18,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MOST_FILES = 14
-CROWDED = {"rlcore/algorithms"}  # a formula a file
+CROWDED = {"rlcore/algorithms", "backends/megatron/model"}  # a formula, or a layer, a file
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 480
 # Lines of a room, docstrings included. A capability that needs more raises its line here.
@@ -51,8 +51,9 @@ BUDGETS = {
     "rollout/workflows": 1_250,  # environments, agents, MCP
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads, 200 for
     # tensors of several parts, stacked experts and tensors that exports carry, 300 for all kinds of
-    # rotary positions, 600 for windows, sinks, gpt-oss, norms over all heads, sparse attention
-    "backends/megatron": 12_900,
+    # rotary positions, 600 for windows, sinks, gpt-oss, norms over all heads, sparse attention,
+    # 400 for multi-token prediction
+    "backends/megatron": 13_300,
     # a folder's model against transformers': both sides by the layer, and what parts by its name
     "backends/megatron/model_check": 1_350,
     "backends/megatron/dryrun": 900,  # single ranks at real size

@@ -117,6 +117,10 @@ def test_a_number_comes_back_within_half_a_step_of_its_block(
         ("model.layers.3.mlp.shared_expert.gate_proj.weight", True),
         ("model.layers.3.block_sparse_moe.experts.7.w2.weight", True),
         ("model.layers.1.self_attn.kv_a_proj_with_mqa.weight", True),
+        # multi-token prediction
+        ("model.layers.46.eh_proj.weight", False),
+        ("model.mtp_layers.0.input_proj.weight", False),
+        ("model.mtp_layers.0.self_attn.o_proj.weight", True),
         ("model.embed_tokens.weight", False),
         ("lm_head.weight", False),
         ("model.layers.3.mlp.gate.weight", False),

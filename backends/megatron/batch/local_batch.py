@@ -141,12 +141,14 @@ class LocalBatch:
         *,
         pad_multiple: int,
         share_prefixes: bool = False,
+        mtp_coef: float = 0.0,
     ) -> None:
         self.stats: dict[str, Tensor] = {}
         self._parallel = parallel
         self._device = device
         self._pad_multiple = pad_multiple
         self._share_prefixes = share_prefixes
+        self.mtp_coef = mtp_coef
         # None on ranks other than 0.
         self._shard_map: ShardMap | None = None
         self._packs: dict[int, list[MicroBatch]] = {}
@@ -261,8 +263,11 @@ class LocalBatch:
         # Pipeline stages exchange activations of one shape.
         if self._parallel.pp_size > 1:
             sizes = [max(sizes)] * len(sizes)
+        mtp = self.mtp_coef > 0
         return [
-            make_micro_batch(self.batch, a, b, size, self._device, self._parallel.cp, sharing)
+            make_micro_batch(
+                self.batch, a, b, size, self._device, self._parallel.cp, sharing, mtp=mtp
+            )
             for (a, b), size, sharing in zip(ranges, sizes, shared)
         ]
 

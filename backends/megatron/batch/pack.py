@@ -38,6 +38,21 @@ class PackedSequences(PackedSeqParams):
 
 
 @dataclass(frozen=True)
+class NextTokens:
+    """What multi-token prediction needs of a pack: the token after each, and its own targets.
+
+    A target is predicted from the slot two tokens before it, and from the token between them. The
+    second token of a sequence has no such slot.
+    """
+
+    ids: Tensor  # int64 [1, T]: the next token of the sequence; 0 behind its last one
+    index: Tensor  # int64 [k]: the slot two before each of this rank's k targets
+    tokens: Tensor  # int64 [k]
+    own: Tensor  # int64 [k]: indices of the targets among the M trainable tokens
+    predicted: Tensor  # int64: the indices of all ranks' targets
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One pack of T slots: B consecutive sequences with M trainable tokens, then pads.
 
@@ -63,6 +78,8 @@ class MicroBatch:
     sampling_mask: BatchSamplingMasks | None = None
     # int16 [T, layers with experts, topk] from the engine; -1: not recorded
     routed_experts: Tensor | None = None
+    # None: the model has no layer for multi-token prediction.
+    next: NextTokens | None = None
     # Layer -> int16 [t, topk]: the experts that training replays, for the t slots that this rank's
     # routers process.
     experts: dict[int, Tensor] = field(default_factory=dict)
@@ -106,6 +123,8 @@ def make_micro_batch(
     device: torch.device,
     cp: CPRank = ALONE,
     sharing: Sharing | None = None,
+    *,
+    mtp: bool = False,
 ) -> MicroBatch:
     """Pack the sequences [first, last) of `batch` on `device`; the range and they may be empty.
 
@@ -114,6 +133,7 @@ def make_micro_batch(
             `sharing`.
         cp: this rank among the ranks that share the pack.
         sharing: the slots of the sequences' tokens; default: a separate slot for each token.
+        mtp: add `next`, for which no sequences share slots.
     """
     model = slice(int(batch.cu_tokens[first]), int(batch.cu_tokens[last]))
     rows = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
@@ -162,7 +182,36 @@ def make_micro_batch(
             else batch.sampling_mask.select(rows.start + own).to(device)
         ),
         routed_experts=routed,
+        next=_next_tokens(tokens, lengths, slots, local, where, trainable, device) if mtp else None,
     )
+
+
+def _next_tokens(
+    tokens: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    local: Tensor,
+    where: Tensor,
+    trainable: Tensor,
+    device: torch.device,
+) -> NextTokens:
+    """Shift a pack's tokens inside each sequence; see `make_micro_batch` for the other tensors.
+
+    Args:
+        trainable: int64 [M], the trainable ones among `tokens`.
+    """
+    ends = lengths.cumsum(0)
+    last = torch.zeros(len(tokens), dtype=torch.bool)
+    last[ends[lengths > 0] - 1] = True
+    ids = tokens.new_zeros(len(where))
+    ids[slots] = torch.where(last, 0, tokens.roll(-1))
+    begins = (ends - lengths).repeat_interleave(lengths)
+    predicted = (trainable - begins[trainable] >= 2).nonzero()[:, 0]
+    index = where[slots[trainable[predicted] - 2]]
+    here = index >= 0
+    own = predicted[here]
+    found = (ids[local][None], index[here], tokens[trainable[own]], own, predicted)
+    return NextTokens(*(tensor.to(device) for tensor in found))
 
 
 def lay_out(
@@ -225,6 +274,16 @@ def gather_targets(output: Any, own: Tensor, total: int, group: ProcessGroup) ->
         _GatherTargets.apply(torch.stack([x for x in output if x is not None]), own, total, group)
     )
     return tuple(None if x is None else next(rows) for x in output)
+
+
+def gather_predicted(part: Tensor, micro: MicroBatch, group: ProcessGroup) -> Tensor:
+    """Gather [k] of this rank's targets of multi-token prediction -> [M]; 0 where there is none."""
+    assert micro.next is not None
+    total = micro.num_trainable
+    if group.size() == 1:
+        return part.new_zeros(total).index_copy(0, micro.next.own, part)
+    whole: Tensor = gather_targets(part, micro.next.own, total, group)
+    return whole
 
 
 class _GatherTargets(torch.autograd.Function):

@@ -312,6 +312,7 @@ def _fingerprint(arch: Architecture) -> dict[str, Any]:
         "vocab_size": arch.vocab_size,
         "tie_word_embeddings": arch.tie_word_embeddings,
         **{key: value for key, value in arch.transformer.items() if "dropout" not in key},
+        **({"mtp": True} if arch.mtp else {}),
     }
 
 

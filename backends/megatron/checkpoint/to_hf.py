@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from backends.megatron.convert.architecture import (
 from backends.megatron.convert.folder import FolderWriter, carried_tensors
 from backends.megatron.convert.layout import EXPERT, LAYER, Piece, piece_of, unpack, weight_specs
 from backends.megatron.convert.load import SafetensorsFolder
-from backends.megatron.convert.table import FUSED_NORMS, Entry
+from backends.megatron.convert.table import FUSED_NORMS, MTP_LAYER, Entry
 from backends.megatron.weights.folder import SHARD_BYTES, write_peft
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ModelError
@@ -68,6 +69,7 @@ def checkpoint_to_hf(
         RunFailed: the folder could not be written.
     """
     described = read_manifest(checkpoint, [_NAME])["models"][_NAME]
+    arch = replace(arch, mtp=described["architecture"].get("mtp", False))
     check_architecture(checkpoint, _NAME, arch, described)
     head = described["head"]
     specs = weight_specs(arch, dtype, head)
@@ -229,15 +231,18 @@ def _stored_names(megatron: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     the name that the norm has when it is fused into the next linear layer.
     """
     layer = LAYER.match(megatron)
-    if layer is None:
+    if layer is None and not megatron.startswith(MTP_LAYER):
         yield megatron, ()
         return
-    number = int(layer[1])
-    rest = layer[2]
+    rest = megatron.removeprefix(MTP_LAYER) if layer is None else layer[2]
     index: tuple[int, ...] = ()
     if expert := EXPERT.match(rest):
         rest = f"mlp.experts.experts.{expert[2]}"
         index = (int(expert[1]),)
     for spelling in (rest, *(fused for fused, plain in FUSED_NORMS.items() if plain == rest)):
+        if layer is None:
+            yield MTP_LAYER + spelling, index
+            continue
+        number = int(layer[1])
         yield f"decoder.layers.{spelling}", (number, *index)
         yield f"decoder.layers.{number}.{spelling}", index

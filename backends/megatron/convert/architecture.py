@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.rope import Rope
-from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Family
+from backends.megatron.convert.table import MTP, OUTPUT_LAYER, VALUE_HEAD, Entry, Family
 from rlcore.planning.shape import ModelShape
 
 
@@ -43,6 +43,8 @@ class Architecture:
     # "value": a `*ForSequenceClassification` folder with one label.
     head: Literal["lm", "value"] = "lm"
     folder: Path = Path()
+    # Whether the model has its layer for multi-token prediction, which is trained then.
+    mtp: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -106,6 +108,7 @@ class Architecture:
             "heads": heads,
             "vocab": self.vocab_size,
             "hidden": t["hidden_size"],
+            "hidden_and_embedding": 2 * t["hidden_size"],
             "ffn": t["ffn_hidden_size"],
             "experts": self.num_experts,
             "expert_ffn": t.get("moe_ffn_hidden_size"),
@@ -152,7 +155,7 @@ class Architecture:
 
     def entries(self) -> list[Entry]:
         """The table expanded to every layer and expert, in the order of a forward pass."""
-        expanded = self.table.expand(self.layer_kinds, self.num_experts)
+        expanded = self.table.expand(self.layer_kinds, self.num_experts, mtp=self.mtp)
         return [entry for entry in expanded if entry.is_in(self.transformer)]
 
 
@@ -164,7 +167,11 @@ def model_entries(arch: Architecture, head: str) -> list[Entry]:
     absent = {VALUE_HEAD} if head == "lm" else {OUTPUT_LAYER}
     if arch.tie_word_embeddings:
         absent.add(OUTPUT_LAYER)
-    return [entry for entry in arch.entries() if entry.megatron not in absent]
+    return [
+        entry
+        for entry in arch.entries()
+        if entry.megatron not in absent and (head == "lm" or not entry.megatron.startswith(MTP))
+    ]
 
 
 def weight_tensors(

@@ -17,6 +17,7 @@ from backends.megatron.convert.table import (
     Experts,
     Family,
     Part,
+    PredictionLayer,
     Split,
 )
 
@@ -125,6 +126,14 @@ MIMO = replace(
     fields=config_fields.MIMO,
     carried=(r"model\.mtp_layers\.",),
     known_as="qwen2",
+    prediction=PredictionLayer(
+        prefix="model.mtp_layers.0.",
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        final_norm="final_layernorm",
+        hidden_first=True,
+    ),
 )
 
 # Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.
@@ -243,6 +252,7 @@ DEEPSEEK_V3 = Family(
     fields=config_fields.DEEPSEEK_V3,
     latent_attention=True,
     experts=_SIGMOID_EXPERTS,
+    prediction=PredictionLayer(),
 )
 
 # DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer in each layer, which chooses the keys of a
@@ -269,6 +279,7 @@ GLM4_MOE = Family(
     entries=(*_DENSE, _QKV_BIAS, *_QK_NORM, *_BIASED_ROUTER),
     fields=config_fields.GLM4_MOE,
     experts=_SIGMOID_EXPERTS,
+    prediction=PredictionLayer(),
 )
 
 # MiniMax-M2: Mixtral's names, sigmoid routers with a bias, and norms of Q and K over all heads.

@@ -36,11 +36,13 @@ def carried_tensors(arch: Architecture) -> list[Carried]:
     table = arch.table
     layer = re.compile(re.escape(table.in_folder("model.layers.")) + r"(\d+)\.")
     known = {short: name for name, short in DTYPE_NAMES.items()}
+    trained = {name for entry in arch.entries() for name in entry.names} if arch.mtp else set()
     found = []
     for name, file in tensor_files(arch.folder).items():
         number = layer.match(name)
         behind = number is not None and int(number[1]) >= arch.num_layers
-        if not behind and not any(re.match(pattern, name) for pattern in table.carried):
+        kept = behind or any(re.match(pattern, name) for pattern in table.carried)
+        if name in trained or not kept:
             continue
         path = arch.folder / file
         with open_shard(path, "numpy") as shard:

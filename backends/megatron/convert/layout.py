@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture, weight_tensors
 from backends.megatron.convert.table import (
+    MTP,
+    MTP_LAYER,
     OUTPUT_LAYER,
     WORD_EMBEDDING,
     Entry,
@@ -174,13 +176,16 @@ def global_name(model: nn.Module, name: str) -> str:
     The spelling is that of the local layer spec.
     """
     match = LAYER.match(name)
-    if match is None:
+    if match is None and not name.startswith(MTP_LAYER):
         return name
-    layer = model.get_submodule(f"decoder.layers.{match[1]}")
-    rest = local_spelling(match[2])
+    path = MTP_LAYER[:-1] if match is None else f"decoder.layers.{match[1]}"
+    layer = model.get_submodule(path)
+    rest = local_spelling(name.removeprefix(MTP_LAYER) if match is None else match[2])
     if expert := EXPERT.match(rest):
         here: list[int] = layer.mlp.local_expert_indices  # type: ignore[union-attr,assignment]
         rest = f"mlp.experts.local_experts.{here[int(expert[1])]}.{expert[2]}"
+    if match is None:
+        return MTP_LAYER + rest
     return f"decoder.layers.{int(layer.layer_number) - 1}.{rest}"  # type: ignore[arg-type]
 
 
@@ -188,6 +193,8 @@ def owned_parameters(
     chunks: Sequence[nn.Module], arch: Architecture
 ) -> Iterator[tuple[Entry, Tensor, bool]]:
     """Yield (entry, weight, is a copy) for this rank's parameters, and for saved buffers.
+
+    A layer for multi-token prediction is left out if `arch` is of a model without.
 
     With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word
     embedding as its output layer. The copy is loaded like the embedding and never exported.
@@ -197,6 +204,8 @@ def owned_parameters(
         model = unwrap(chunk)
         for local, param in named_weights(model):
             name = global_name(model, local)
+            if name.startswith(MTP) and not arch.mtp:
+                continue
             copy = name == OUTPUT_LAYER and arch.tie_word_embeddings
             entry = table.get(WORD_EMBEDDING if copy else name)
             if entry is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     return arch
 
 
+def read_policy(config: Config, *, weights: bool = True) -> Architecture:
+    """Read the folder of `model.path`; the other arguments and errors are `read_architecture`'s.
+
+    With `policy.mtp_coef` the model has its layer for multi-token prediction.
+    """
+    arch = read_architecture(config.model.path, weights=weights)
+    return with_prediction(arch) if config.policy.mtp_coef else arch
+
+
+def with_prediction(arch: Architecture) -> Architecture:
+    """The model with its layer for multi-token prediction, as `policy.mtp_coef` trains it.
+
+    Raises ModelError for a family or a model without such a layer, or with several.
+    """
+    count = arch.hf_config.get("num_nextn_predict_layers")
+    if arch.table.prediction is None or count != 1:
+        raise ModelError(
+            f"{arch.folder}: policy.mtp_coef trains the one layer for multi-token prediction of"
+            f" DeepSeek-V3, GLM-4.5 and MiMo, got {arch.family} with num_nextn_predict_layers"
+            f" {count!r}: set it to 0"
+        )
+    return replace(arch, mtp=True)
+
+
 def read_models(
     config: Config, *, weights: bool = True
 ) -> tuple[Architecture, dict[str, Architecture]]:
@@ -95,10 +120,12 @@ def read_models(
         ModelError: as `read_architecture`; the message begins with the key of the folder.
     """
     found = {}
-    for key, folder in {"model.path": config.model.path, **other_folders(config)}.items():
+    with named_by("model.path"):
+        policy = read_policy(config, weights=weights)
+    for key, folder in other_folders(config).items():
         with named_by(key):
             found[key] = read_architecture(folder, weights=weights)
-    return found.pop("model.path"), found
+    return policy, found
 
 
 def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family) -> dict[str, Any]:

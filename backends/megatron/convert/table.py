@@ -25,6 +25,9 @@ _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+
 VALUE_HEAD = "value_head.weight"
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+# The decoder layer of multi-token prediction, below the module with its norms and projection.
+MTP = "prediction."
+MTP_LAYER = f"{MTP}layer."
 
 
 def local_spelling(name: str) -> str:
@@ -152,6 +155,35 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class PredictionLayer:
+    """The tensors of the layer that predicts one token more (DeepSeek-AI 2024, section 2.2).
+
+    Below `prefix` are also those of a decoder layer like the model's last one.
+    """
+
+    # `{layer}` is the number behind the last layer.
+    prefix: str = "model.layers.{layer}."
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    final_norm: str = "shared_head.norm"
+    # Whether the hidden state comes before the embedding in the projection's input.
+    hidden_first: bool = False
+
+    def entries(self, layer: int) -> Iterator[Entry]:
+        """Yield the rows of the norms and the projection."""
+        below = self.prefix.format(layer=layer)
+        for megatron, name, shape in (
+            ("enorm", self.embedding_norm, ("hidden",)),
+            ("hnorm", self.hidden_norm, ("hidden",)),
+            ("eh_proj", self.projection, ("hidden", "hidden_and_embedding")),
+            ("final_layernorm", self.final_norm, ("hidden",)),
+        ):
+            part = Part(f"{below}{name}.weight", shape)
+            yield Entry(f"{MTP}{megatron}.weight", (part,), Split.REPLICATED)
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family: its table, and facts that its `config.json` leaves out."""
 
@@ -175,8 +207,10 @@ class Family:
     prefix: tuple[str, str] = ("", "")
     # Patterns of the beginnings of names, as folders have them: of tensors that are neither trained
     # nor published, and that an export copies from the model's folder. So are the layers behind
-    # the last one, which predict further tokens.
+    # the last one, which predict further tokens, unless one is trained.
     carried: tuple[str, ...] = ()
+    # The layer for multi-token prediction, where `policy.mtp_coef` can train it.
+    prediction: PredictionLayer | None = None
     # The object of `config.json` with the language model's fields; empty: `config.json` itself.
     within: str = ""
     # The `model_type` by which transformers has the network, if by another.
@@ -187,10 +221,14 @@ class Family:
         """(language model, sequence classifier): the values of `architectures` that we convert."""
         return f"{self.class_prefix}ForCausalLM", f"{self.class_prefix}ForSequenceClassification"
 
-    def expand(self, layer_kinds: Sequence[Collection[str]], num_experts: int) -> Iterator[Entry]:
+    def expand(
+        self, layer_kinds: Sequence[Collection[str]], num_experts: int, *, mtp: bool = False
+    ) -> Iterator[Entry]:
         """Yield every entry of a model, embedding first, head last.
 
-        `layer_kinds` has the words that `Entry.layers` chooses each layer by.
+        Args:
+            layer_kinds: the words that `Entry.layers` chooses each layer by.
+            mtp: include the layer for multi-token prediction.
         """
         entries = [entry.renamed(self.in_folder) for entry in self.entries]
         before = [e for e in entries if not e.per_layer and e.megatron.startswith("embedding.")]
@@ -198,15 +236,36 @@ class Family:
         after = [e for e in entries if not e.per_layer and e not in before]
         yield from before
         for number, kinds in enumerate(layer_kinds):
-            for entry in layer:
-                if entry.layers == "all" or entry.layers in kinds:
-                    yield from (
-                        entry.at(number, expert)
-                        for expert in (range(num_experts) if entry.per_expert else (None,))
-                    )
+            yield from _layer(layer, number, kinds, num_experts)
+        if mtp:
+            yield from self._predicting(layer, len(layer_kinds), layer_kinds[-1], num_experts)
         yield from after
+
+    def _predicting(
+        self, rows: Sequence[Entry], number: int, kinds: Collection[str], num_experts: int
+    ) -> Iterator[Entry]:
+        """Yield the entries of the layer for multi-token prediction."""
+        assert self.prediction is not None
+        for entry in self.prediction.entries(number):
+            yield entry.renamed(self.in_folder)
+        usual = self.in_folder(f"model.layers.{number}.")
+        own = self.in_folder(self.prediction.prefix.format(layer=number))
+        for entry in _layer(rows, number, kinds, num_experts):
+            megatron = entry.megatron.replace(f"decoder.layers.{number}.", MTP_LAYER)
+            named = entry.renamed(lambda name: name.replace(usual, own))
+            yield replace(named, megatron=megatron)
 
     def in_folder(self, name: str) -> str:
         """A name of the table, or its beginning, as folders of the family have it."""
         table, folder = self.prefix
         return folder + name.removeprefix(table) if name.startswith(table) else name
+
+
+def _layer(
+    rows: Sequence[Entry], number: int, kinds: Collection[str], num_experts: int
+) -> Iterator[Entry]:
+    """Yield the entries of one layer."""
+    for entry in rows:
+        if entry.layers == "all" or entry.layers in kinds:
+            experts = range(num_experts) if entry.per_expert else (None,)
+            yield from (entry.at(number, expert) for expert in experts)

@@ -89,6 +89,7 @@ class RankBatch(LocalBatch):
         *,
         pad_multiple: int,
         routed: tuple[int, int] | None,
+        mtp_coef: float = 0.0,
     ) -> None:
         """Make the batch.
 
@@ -118,6 +119,7 @@ class RankBatch(LocalBatch):
         self._device = torch.device("meta")
         self._pad_multiple = pad_multiple
         self._share_prefixes = work.siblings > 1
+        self.mtp_coef = mtp_coef
         self._shard_map = None
         self._packs = {}
         self.updates = UpdateRecord()
@@ -207,6 +209,7 @@ def _run(
             backend.parallel,
             pad_multiple=pack_multiple(config),
             routed=(sum(arch.moe_layers), arch.transformer["moe_router_topk"]) if records else None,
+            mtp_coef=config.policy.mtp_coef,
         )
     batch.micro_batches(0)
     backend._local_batch = batch

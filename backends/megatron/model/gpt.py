@@ -26,9 +26,10 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import replaced
 from backends.megatron.model.head import LogprobHead, Targets, ValueHead
-from backends.megatron.model.layer_specs import layer_specs
+from backends.megatron.model.layer_specs import layer_specs, prediction_layer_spec
 from backends.megatron.model.layers import LOCAL_FIELDS
 from backends.megatron.model.moe import keep_no_graphs, moe_fields
+from backends.megatron.model.mtp import MultiTokenPrediction, Prediction
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
@@ -128,17 +129,43 @@ class PackModel(GPTModel):
 class PolicyModel(PackModel):
     """A language model; its output is (logprobs [M], entropy [M] or None)."""
 
-    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, true_vocab_size: int, prediction: Prediction | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
+        # The first stage's embedding during a training pass, where the last stage has none.
+        self.received_embedding: Tensor | None = None
         if self.post_process:
             self.output_layer.__class__ = LogprobHead
+            if prediction is not None:
+                self.prediction = MultiTokenPrediction(
+                    self.config, prediction, vp_stage=self.vp_stage, groups=self.pg_collection
+                )
 
     def head(self, hidden: Tensor, targets: Targets) -> Any:
-        """Call the output layer, with the embedding as its weight if they are tied."""
+        """Call the output layer, with the embedding as its weight if they are tied.
+
+        With gradients the log-probs of multi-token prediction follow, if the model has its layer.
+        """
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        return self.output_layer(hidden, targets, self.true_vocab_size, weight)
+        output = self.output_layer(hidden, targets, self.true_vocab_size, weight)
+        if not hasattr(self, "prediction") or not torch.is_grad_enabled():
+            return output
+        weight = self.output_layer.weight if weight is None else weight
+        states, own = self.prediction(hidden, targets, self._embedding())
+        predicted = self.output_layer(states, own, self.true_vocab_size, weight.detach())
+        return (*output, predicted[0])
+
+    def _embedding(self) -> Tensor:
+        """The word embedding [V/tp, H], which multi-token prediction reads."""
+        if self.pre_process or self.share_embeddings_and_output_weights:
+            own = self.embedding.word_embeddings if self.pre_process else self.output_layer
+            weight: Tensor = own.weight
+            return weight
+        assert self.received_embedding is not None, "the pass is outside `prediction_pass`"
+        return self.received_embedding
 
 
 class ValueModel(PackModel):
@@ -176,6 +203,10 @@ def build_chunks(
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[GPTModel] = []
+    prediction = None
+    if arch.mtp and arch.table.prediction is not None:
+        spec = prediction_layer_spec(arch, config)
+        prediction = Prediction(spec, arch.table.prediction.hidden_first)
     for stage in range(virtual or 1):
         vp_stage = stage if virtual else None
         common: dict[str, Any] = {
@@ -199,6 +230,7 @@ def build_chunks(
                     **common,
                     share_embeddings_and_output_weights=arch.tie_word_embeddings,
                     true_vocab_size=arch.vocab_size,
+                    prediction=prediction,
                 )
         keep_no_graphs(chunk)
         # A router makes its weight on the CPU.

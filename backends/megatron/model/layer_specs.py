@@ -42,24 +42,39 @@ def layer_specs(
     arch: Architecture, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The specifications of the layers of one chunk."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(arch, config, first + index) for index in range(count)],
+        layer_norm=norm_class(config),
+    )
+
+
+def prediction_layer_spec(arch: Architecture, config: TransformerConfig) -> ModuleSpec:
+    """The specification of the decoder layer for multi-token prediction, as of the last layer."""
+    return _layer_spec(arch, config, arch.num_layers - 1)
+
+
+def norm_class(config: TransformerConfig) -> Any:
+    """The norm of hidden states."""
+    return TENorm if config.transformer_impl == "transformer_engine" else LocalRMSNorm
+
+
+def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
+    """The specification of a layer, by its number in the model."""
     te = config.transformer_impl == "transformer_engine"
     layer_spec = te_layer_spec if te else local_layer_spec
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    here = slice(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = []
-    windows = arch.windows or (None,) * arch.num_layers
-    layers = zip(arch.moe_layers[here], arch.ropes[here], windows[here], strict=True)
-    for has_experts, rope, window in layers:
-        spec = layer_spec(config, config.num_moe_experts if has_experts else None, rope)
-        if divides_heads(config):
-            spec.submodules.self_attention.module = DividedHeads
-        if arch.table.norm_over_heads:
-            norm_over_heads(spec, config)
-        if arch.table.sinks:
-            core = spec.submodules.self_attention.submodules.core_attention
-            core.params |= {"window": window, "sinks": True}
-        specs.append(spec)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if te else LocalRMSNorm)
+    experts = config.num_moe_experts if arch.moe_layers[layer] else None
+    spec = layer_spec(config, experts, arch.ropes[layer])
+    if divides_heads(config):
+        spec.submodules.self_attention.module = DividedHeads
+    if arch.table.norm_over_heads:
+        norm_over_heads(spec, config)
+    if arch.table.sinks:
+        core = spec.submodules.self_attention.submodules.core_attention
+        window = arch.windows[layer] if arch.windows else None
+        core.params |= {"window": window, "sinks": True}
+    return spec
 
 
 def local_layer_spec(

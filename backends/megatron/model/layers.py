@@ -133,6 +133,8 @@ def choose_prefix_sharing(
         )
     elif losses := [name for name in _LOSSES if config.policy.megatron.get(name)]:
         why_not = f"policy.megatron.{losses[0]}: a router's loss would count a shared token once"
+    elif config.policy.mtp_coef:
+        why_not = "policy.mtp_coef: sequences that share a token may differ in the next one"
     elif by_length:
         why_not = "with longrope a token's angle depends on the length of its sequence"
     else:

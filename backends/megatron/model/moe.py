@@ -254,7 +254,8 @@ def mean_losses(
     if dist.is_initialized():
         # Sum over layers on all stages, and tokens over data, context and sequence parallelism.
         dist.all_reduce(sums)
-    means = sums / max(step_tokens, 1) / sum(arch.moe_layers)
+    layers = sum(arch.moe_layers) + (arch.mtp and arch.moe_layers[-1])
+    means = sums / max(step_tokens, 1) / layers
     return {f"moe_{name}_loss": mean for name, mean in zip(names, means.tolist())}
 
 

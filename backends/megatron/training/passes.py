@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from backends.megatron.batch.local_batch import LocalBatch
-from backends.megatron.batch.pack import MicroBatch, gather_targets
+from backends.megatron.batch.pack import MicroBatch, gather_predicted, gather_targets
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import named_weights
 from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
+from backends.megatron.model.mtp import prediction_pass
 from backends.megatron.model.routing_replay import Routing, own_routing, replaying, start_step
 from backends.megatron.parallel.agreement import broadcast_json, union_of_names
 from backends.megatron.parallel.state import ParallelState
@@ -238,7 +239,8 @@ def training_pass(
     model.optimizer.zero_grad()
     clear_losses(model.chunks)
     start_step(model.chunks)
-    _run(model, forward_step, micro_batches, forward_only=False)
+    with prediction_pass(model.chunks) if model.arch.mtp else nullcontext():
+        _run(model, forward_step, micro_batches, forward_only=False)
     return model.optimizer.step()
 
 
@@ -261,9 +263,17 @@ def _chunk(model: Model, module: nn.Module) -> GPTModel:
 def _over_context(model: Model) -> Callable[[MicroBatch, Any], Any]:
     """Return a function that gathers the head's results of a micro-batch from all CP ranks."""
     group = model.chunks[0].pg_collection.cp
-    return lambda micro, output: gather_targets(
-        output, micro.target_own, micro.num_trainable, group
-    )
+
+    def whole(micro: MicroBatch, output: Any) -> Any:
+        predicted: tuple[Tensor, ...] = ()
+        # Log-probs, entropies, and log-probs of multi-token prediction.
+        if isinstance(output, tuple) and len(output) == 3:
+            predicted = (gather_predicted(output[2], micro, group),)
+            output = output[:2]
+        gathered = gather_targets(output, micro.target_own, micro.num_trainable, group)
+        return (*gathered, *predicted) if predicted else gathered
+
+    return whole
 
 
 def _run(
@@ -303,13 +313,15 @@ def policy_loss(
 ) -> Loss:
     """The policy's loss of a micro-batch: `sum(weights * objective)`.
 
-    Without assigned `old_logprobs` the step is on-policy and uses its own log-probs, detached.
+    With a layer for multi-token prediction its cross-entropy is added, with the same weights and
+    the batch's `mtp_coef`. Without assigned `old_logprobs` the step is on-policy and uses its own
+    log-probs, detached.
     """
     stats = batch.batch_stats(minibatch)
     batch.updates.begin(minibatch)
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:
-        logprobs, entropy = output
+        logprobs, entropy, *predicted = output
         given = {
             name: batch.vectors[name][micro.rows] for name in _PER_TOKEN if name in batch.vectors
         }
@@ -332,7 +344,12 @@ def policy_loss(
         if old is not None:
             batch.updates.add(minibatch, inputs, result)
         moments.add_objective(result, inputs.weights)
-        return (inputs.weights * result.per_token).sum()
+        total = (inputs.weights * result.per_token).sum()
+        for predicted_logprobs in predicted:
+            assert micro.next is not None
+            moments.add("mtp_loss", -predicted_logprobs[micro.next.predicted])
+            total = total - batch.mtp_coef * (inputs.weights * predicted_logprobs).sum()
+        return total
 
     return loss
 

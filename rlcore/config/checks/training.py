@@ -176,6 +176,9 @@ def adapters(config: Config) -> Found:
         return
     if config.policy.fp8 is not None:
         yield "policy.lora", "needs Megatron's own layers, and policy.fp8 others: leave one out"
+    if config.policy.mtp_coef:
+        message = "trains whole weights, and policy.lora adapters alone: leave one out"
+        yield "policy.mtp_coef", message
     if lora.merged or not generates(config):
         return
     whole = "set policy.lora.merged to true, which publishes whole weights"

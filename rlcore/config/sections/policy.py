@@ -173,6 +173,8 @@ class PolicyConfig(Section):
     """Compute common prefixes of a micro-batch's sequences once; `auto`: where supported."""
     routing_replay: Literal["none", "logprobs", "engine"] = "none"
     """Source of the experts that training replays: the log-prob pass or the engine."""
+    mtp_coef: NonNegativeFloat = 0.0
+    """Train the layer for multi-token prediction, with this coefficient of its loss; 0: keep it."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron.core's TransformerConfig that are proven here; others are refused."""
 

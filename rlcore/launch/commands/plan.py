@@ -320,6 +320,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     # use, share nothing.
     share = policy.share_prefixes
     is_shared = share == "on" or (share == "auto" and policy.transformer_engine == "off")
+    is_shared &= not policy.mtp_coef
     return Job(
         trained=tuple(trained),
         frozen=tuple(frozen),

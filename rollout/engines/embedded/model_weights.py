@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -14,6 +15,8 @@ from rlcore.quantised_weights import dequantised, unquantised
 from rlcore.weights import Bucket, TensorSpec, are_factors, saved_buffers
 from rollout.engines.embedded.adapters import Adapters
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
+
+LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
 class ModelWeights(WeightState):
@@ -33,6 +36,8 @@ class ModelWeights(WeightState):
         policies: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(name)
+        config = getattr(module, "config", None)
+        self._layers = None if config is None else config.get_text_config().num_hidden_layers
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
         self.adapters = None
@@ -52,7 +57,12 @@ class ModelWeights(WeightState):
         """
         super().begin(buckets)
         self._buckets = None
-        specs = [spec for bucket in buckets for spec in unquantised(bucket)]
+        specs = [
+            spec
+            for bucket in buckets
+            for spec in unquantised(bucket)
+            if not self._predicts_further(spec.name)
+        ]
         self._adapts = self.adapters is not None and are_factors(specs)
         if not self._adapts:
             self._check_layout(specs)
@@ -79,7 +89,8 @@ class ModelWeights(WeightState):
             into = self.adapters.factors
         with torch.no_grad():
             for name, tensor in dequantised(self.bucket(index).views(flat)):
-                into[name].copy_(tensor)
+                if not self._predicts_further(name):
+                    into[name].copy_(tensor)
         self.received(index)
 
     def end(self) -> None:
@@ -106,6 +117,11 @@ class ModelWeights(WeightState):
             storage.resize_(size)
         self._sizes = {}
         super().restore()
+
+    def _predicts_further(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the last one, of which transformers has none."""
+        found = LAYER.match(name)
+        return found is not None and self._layers is not None and int(found[1]) >= self._layers
 
     def _check_layout(self, specs: Sequence[TensorSpec]) -> None:
         given = {spec.name: spec for spec in specs}

@@ -6,6 +6,7 @@ The dispatcher refuses a completion that does not fit its request (`checks.check
 from __future__ import annotations
 
 import json
+import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed, InvalidAnswer
 from rollout.engines.checks import ExpertLayers, folder_vocab_size
 
+# The ending of this trainer's version names. Every new trainer names the versions again.
+MARK = f".{secrets.token_hex(4)}"
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 

@@ -10,7 +10,6 @@ server then stamps tokens with it.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +32,7 @@ from rollout.engines.factories import Keys
 from rollout.engines.server_client import ServerClient, raise_explained
 from rollout.engines.sglang import patches
 from rollout.engines.sglang.adapters import AdapterVersions
-from rollout.engines.sglang.answers import no_sglang, read_digests, version_name
+from rollout.engines.sglang.answers import MARK, no_sglang, read_digests, version_name
 from rollout.engines.sglang.generation import Generation, Under
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.adapter import PackedAdapter
@@ -43,14 +42,10 @@ from rollout.weight_sync.version_state import WeightState
 
 # The next abort ends a request that reached the server after this one.
 ABORT_AGAIN_S = 0.2
-# The ending of this trainer's version names. Every new trainer names the versions again.
-MARK = f".{secrets.token_hex(4)}"
 # Counters of /v1/loads that change only when the scheduler has run a batch.
 COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
-# Sent to routes that load weights: drafts keep theirs, which may have the same names.
+# Sent to each route that loads weights.
 KEEP_REQUESTS = {"flush_cache": False, "abort_all_requests": False}
-SERVED = {"selector": "target"}
-TO_SERVED = KEEP_REQUESTS | SERVED
 
 
 class SGLangEngine:
@@ -63,6 +58,7 @@ class SGLangEngine:
         tls: `cluster.tls`.
         lora: the adapters of a run that publishes them.
         policies: `rollout.policies`.
+        trains_draft: publications have the layers with which the server drafts.
     """
 
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
@@ -79,6 +75,7 @@ class SGLangEngine:
         tls: TLSConfig | None = None,
         lora: LoraConfig | None = None,
         policies: Mapping[str, AdapterFolder] = MappingProxyType({}),
+        trains_draft: bool = False,
     ) -> None:
         self.server = server
         self._mark = mark
@@ -92,6 +89,8 @@ class SGLangEngine:
         self._tls = tls
         self._lora = lora
         self._policies = policies
+        # Another draft keeps its weights, which may have the policy's names.
+        self._loading = {"selector": "all" if trains_draft else "target"}
         self._adapters: AdapterVersions | None = None
         # Whether the open update is one of adapters.
         self._adapts = False
@@ -106,10 +105,9 @@ class SGLangEngine:
         # The server's process group, on this connection and on any.
         self.in_group: str | None = None
         self._server_group: str | None = None
-        # Whether the server digests the received weights: one of ours or of `rlcore engine` does.
-        self.digests_weights = False
-        # Whether the server orders concurrent calls of buckets; the same servers do.
-        self.queues_buckets = False
+        # Whether the server digests received weights, and orders calls of buckets: one of ours, or
+        # of `rlcore engine`.
+        self.digests_weights = self.queues_buckets = False
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -307,13 +305,13 @@ class SGLangEngine:
         if self._adapters is not None:
             self._adapters.forget()
         try:
-            await self._control("/begin_weight_update", SERVED)
+            await self._control("/begin_weight_update", self._loading)
         except EngineHangs:
             raise
         # recovery: close the update that a dead trainer has left open
         except EngineFailed:
             await self._control("/end_weight_update", {})
-            await self._control("/begin_weight_update", SERVED)
+            await self._control("/begin_weight_update", self._loading)
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """See `rollout.weight_sync.distributed.DistributedTransport`."""
@@ -360,7 +358,8 @@ class SGLangEngine:
             "shapes": [list(spec.shape) for spec in specs],
             "group_name": self.in_group,
             "load_format": load_format,
-            **TO_SERVED,
+            **KEEP_REQUESTS,
+            **self._loading,
         }
         return await self._control("/update_weights_from_distributed", body, times=times)
 
@@ -376,7 +375,8 @@ class SGLangEngine:
             {
                 "serialized_named_tensors": list(payloads),
                 "load_format": patches.LOAD_FORMAT,
-                **TO_SERVED,
+                **KEEP_REQUESTS,
+                **self._loading,
             },
         )
         self.weights.received(index)

@@ -10,7 +10,7 @@ import torch
 
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
-from rlcore.config.checks.drafts import ALGORITHM, has_draft
+from rlcore.config.checks.drafts import ALGORITHM, has_draft, has_own_draft
 from rlcore.config.checks.engine import FP32_HEAD, expected_fp32_head, server_argument
 from rlcore.config.derived import published_adapters
 from rlcore.errors import ConfigError, ModelError
@@ -155,6 +155,7 @@ class SGLangFactory:
                 tls=config.cluster.tls,
                 lora=published_adapters(config),
                 policies=read_policies(config.rollout.policies),
+                trains_draft=config.policy.mtp_coef > 0 and not has_own_draft(config),
             )
             for server in servers
         ]

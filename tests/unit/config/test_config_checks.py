@@ -46,6 +46,7 @@ def paths(lines: list[str]) -> list[str]:
          ["training.early_stopping"]),
         # adapters
         ([LORA, "policy.fp8.margin=0", "model.dtype=bf16"], ["policy.lora"]),
+        ([LORA, "policy.mtp_coef=0.1"], ["policy.mtp_coef"]),
         ([LORA, *BY_URL, ROUTER], ["rollout.engine.router_url"]),
         ([LORA, SGLANG, "rollout.on_update=in_place", "rollout.max_staleness=1"],
          ["rollout.on_update"]),

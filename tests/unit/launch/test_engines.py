@@ -207,6 +207,19 @@ def test_the_weights_of_a_draft_survive_a_turn_of_the_trainer(
     assert made._arguments["enable_draft_weights_cpu_backup"] is True
 
 
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [(DRAFTS, "all"), (f"{DRAFTS[:-1]}, speculative_draft_model_path: /d}}", "target")],
+)
+def test_a_draft_of_the_model_s_own_layers_is_published_to_if_they_are_trained(
+    python: tuple[str, str], monkeypatch: pytest.MonkeyPatch, server: str, expected: str
+) -> None:
+    with_gpus(monkeypatch)
+    for coef, selector in (("0.1", expected), ("0", "target")):
+        [engine] = built(SGLANG, *python, server, f"policy.mtp_coef={coef}")
+        assert engine._loading == {"selector": selector}
+
+
 def test_a_draft_on_a_cpu_is_refused(python: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"speculative_algorithm: on a CPU .* greedily"):
         managed(*python, DRAFTS)

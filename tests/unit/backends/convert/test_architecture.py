@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.read import read_architecture, with_prediction
 from backends.megatron.convert.rope import Rope
 from rlcore.errors import ModelError
 from rollout.engines.checks import folder_vocab_size, model_config
@@ -139,6 +140,18 @@ def test_refused_folders(tmp_path: Path) -> None:
         read_architecture(folder(tmp_path, weights="pytorch_model.bin"))
     (tmp_path / "model.safetensors.index.json").touch()
     assert read_architecture(tmp_path).vocab_size == 31
+
+
+@pytest.mark.parametrize("count", [0, 2, None])
+def test_a_model_without_one_layer_for_further_tokens_trains_none(
+    tmp_path: Path, count: int | None
+) -> None:
+    changes = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
+    arch = read_architecture(folder(tmp_path, **changes, num_nextn_predict_layers=1))
+    assert with_prediction(arch).mtp
+    hf_config = {**arch.hf_config, "num_nextn_predict_layers": count}
+    with pytest.raises(ModelError, match=rf"policy.mtp_coef .* got mimo with .* {count}: set it"):
+        with_prediction(replace(arch, hf_config=hf_config))
 
 
 def test_reading_needs_neither_torch_nor_megatron() -> None:

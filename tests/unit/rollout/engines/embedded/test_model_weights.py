@@ -41,6 +41,19 @@ def test_a_whole_update_makes_the_models_equal(model):
     assert weights.require_ready() == 4
 
 
+def test_a_layer_that_predicts_further_tokens_is_left_out(model):
+    weights = ModelWeights("engine-3", tiny_qwen3(seed=9))
+    layers = model.config.num_hidden_layers
+    behind = TensorSpec(f"model.layers.{layers}.enorm.weight", (3,), "float32")
+    buckets = layout(model)
+    weights.begin([*buckets, Bucket(len(buckets), (behind,))])
+    for bucket in buckets:
+        weights.copy(bucket.index, flatten(bucket, model))
+    weights.copy(len(buckets), torch.ones(3).view(torch.uint8))
+    weights.end()
+    assert holds(weights, model)
+
+
 def test_memory_is_released_and_taken_again(model):
     module = tiny_qwen3(seed=9)
     weights = ModelWeights("engine-3", module)

@@ -87,7 +87,7 @@ class Known:
         pass
 
 
-def with_scripted(folder, use, *, info=INFO, **config):
+def with_scripted(folder, use, *, info=INFO, trains_draft=False, **config):
     async def main():
         scripted = Scripted(info)
         app = web.Application(client_max_size=1 << 24)
@@ -102,6 +102,7 @@ def with_scripted(folder, use, *, info=INFO, **config):
             config=settings,
             keys=Keys("the-api-key", "the-admin-key"),
             model_path=str(folder),
+            trains_draft=trains_draft,
         )
         try:
             await engine.start()
@@ -176,6 +177,16 @@ def test_the_order_of_a_publication(folder, mode, pause):
         assert all(scripted.admin[route] for route in scripted.routes)
 
     with_scripted(folder, use)
+
+
+def test_a_draft_whose_layers_are_trained_gets_them_too(folder):
+    async def use(engine, scripted):
+        await publish(engine)
+        assert scripted.bodies("/begin_weight_update") == [{"selector": "all"}]
+        loaded = scripted.bodies("/update_weights_from_tensor")
+        assert [body["selector"] for body in loaded] == ["all"] * 2
+
+    with_scripted(folder, use, trains_draft=True)
 
 
 def test_requests_are_keyed_by_the_version_and_wait_while_the_engine_is_paused(folder):
