@@ -34,6 +34,7 @@ class ModelShape:
     vocab: int  # without padding
     tied: bool = False  # the LM head is the embedding
     qkv_bias: bool = False
+    biases: bool = False  # the other linear layers have biases too, and attention has sinks
     qk_norm: bool = False
     norm_over_heads: bool = False  # one norm for all heads of Q, and one for K's
     experts: int = 0
@@ -69,6 +70,7 @@ class ModelShape:
             vocab=vocab,
             tied=tied,
             qkv_bias=bool(fields.get("add_qkv_bias")),
+            biases=bool(fields.get("add_bias_linear")),
             qk_norm=bool(fields.get("qk_layernorm")),
             experts=experts,
             topk=int(fields.get("moe_router_topk") or 0) if experts else 0,
@@ -105,12 +107,13 @@ class ModelShape:
     def attention(self) -> int:
         """The number of attention weights of one layer that tensor parallelism divides."""
         norms = (self.heads + self.groups) * self.head_dim * self.norm_over_heads
-        return self.attention_matrices + self.qkv_width * self.qkv_bias + norms
+        biases = self.qkv_width * self.qkv_bias + self.heads * self.biases
+        return self.attention_matrices + biases + norms
 
     @property
     def norms(self) -> int:
         """The number of norm weights of one layer, which every tensor-parallel rank holds whole."""
-        return 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        return (2 + self.biases) * self.hidden + 2 * self.head_dim * self.qk_norm
 
     @property
     def mlp(self) -> int:
@@ -120,7 +123,8 @@ class ModelShape:
     @property
     def routed(self) -> int:
         """The number of weights of one layer's routed experts."""
-        return self.experts * 3 * self.hidden * self.expert_ffn
+        biases = (2 * self.expert_ffn + self.hidden) * self.biases
+        return self.experts * (3 * self.hidden * self.expert_ffn + biases)
 
     @property
     def shared(self) -> int:
@@ -130,7 +134,7 @@ class ModelShape:
     @property
     def router(self) -> int:
         """The number of weights of a layer's router and shared gate, whole on each tensor rank."""
-        return self.hidden * (self.experts + self.shared_gate)
+        return self.hidden * (self.experts + self.shared_gate) + self.experts * self.biases
 
     @property
     def chosen(self) -> int:
