@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
         torch.bfloat16,
     ),
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 16}, torch.bfloat16),
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},

@@ -36,6 +36,7 @@ SAVED_UNDER = {
     "deepseek_v3_plain": "tp2_sequence",
     "minimax_m2": "tp2_sequence",
     "gpt_oss": "ep2_etp1",
+    "gemma3_text": "tp2_sequence",
     "reward": "tp2",
     "glm4_moe": "ep2",
 }

@@ -92,6 +92,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_window": 4, "swiglu_limit": 1.0, "rms_norm_eps": 1e-3, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0,
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}}),
+    "gemma3_text": ("Gemma3TextConfig", {
+        "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4,
+        "rms_norm_eps": 1e-3, "pad_token_id": None, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}),
     "minimax_m2": ("MiniMaxM2Config", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
@@ -116,6 +122,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# Their norms scale by 1 + weight.
+ZERO_CENTRED = ("gemma3_text",)
+
+
 def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
     """Random weights large enough that every parameter has a clear gradient."""
     import transformers
@@ -130,7 +140,8 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
         )
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+                centre = 0.0 if name in ZERO_CENTRED else 1.0
+                parameter.normal_(centre if "norm" in key else 0.0, 0.15)
             for key, buffer in model.named_buffers():
                 if key.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.05)  # small: every expert is chosen

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from spawn import Results
 
-DENSE = ("llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo")
+DENSE = ("gemma3_text", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo")
 LATENT = ("deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa")
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", *LATENT, "glm4_moe", "minimax_m2", "gpt_oss")
 OTHER = "deepseek_v3_other"

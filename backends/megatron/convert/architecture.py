@@ -24,7 +24,7 @@ class Architecture:
 
     `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (of its
     `MLATransformerConfig` with latent attention), without layout, dtype and activation: the model
-    builder adds `activation_func` by the name in `activation` ("silu" is torch's `F.silu`).
+    builder adds `activation_func` by the family's name of it ("silu" is torch's `F.silu`).
     """
 
     family: str
@@ -35,7 +35,6 @@ class Architecture:
     # The rotary positions of each layer; None: a layer without.
     ropes: tuple[Rope | None, ...]
     transformer: dict[str, Any]
-    activation: Literal["silu"] = "silu"
     # Of each layer, the number of keys up to its own that a query sees (None: all); empty: all.
     windows: tuple[int | None, ...] = ()
     # The longest sequence for which our attention is the model's; None: any.
@@ -75,6 +74,10 @@ class Architecture:
             return "a norm over all heads of queries or keys"
         if self.table.sinks:
             return "attention with sinks"
+        if self.table.windows:
+            return "attention with windows"
+        if self.table.norms_behind:
+            return "a norm behind attention"
         return None
 
     @property
@@ -143,14 +146,7 @@ class Architecture:
 
     def computes_like(self, other: Architecture) -> bool:
         """Whether the other model's modules with this model's weights compute the same."""
-        computed = (
-            "family",
-            "transformer",
-            "activation",
-            "tie_word_embeddings",
-            "ropes",
-            "windows",
-        )
+        computed = ("family", "transformer", "tie_word_embeddings", "ropes", "windows")
         return all(getattr(self, name) == getattr(other, name) for name in computed)
 
     def entries(self) -> list[Entry]:

@@ -190,6 +190,22 @@ GPT_OSS: Mapping[str, Field] = {
     # Weights in MXFP4.
     "quantization_config": Field("map", None, nullable=True),
 }
+_NO_CAP = Field("number", None, nullable=True, only=None)
+GEMMA3_TEXT: Mapping[str, Field] = {
+    **{key: field for key, field in _COMMON.items() if key != "hidden_act"},
+    "hidden_activation": Field("text", "gelu_pytorch_tanh", only="gelu_pytorch_tanh"),
+    "num_key_value_heads": Field("size", 4),
+    "head_dim": Field("size", 256),
+    "tie_word_embeddings": Field("flag", True),
+    "query_pre_attn_scalar": Field("size", 256),
+    "sliding_window": Field("size", 4096),
+    "sliding_window_pattern": Field("size", 6),
+    "rope_theta": Field("number", 1e6),
+    "rope_local_base_freq": Field("number", 10000.0),
+    "final_logit_softcapping": _NO_CAP,
+    "attn_logit_softcapping": _NO_CAP,
+    "use_bidirectional_attention": Field("flag", False, nullable=True, only=False),
+}
 # What transformers takes where neither spelling of rotary positions is given.
 GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",

@@ -359,10 +359,34 @@ GPT_OSS = Family(
     ),
     fields=config_fields.GPT_OSS,
     qkv_bias=True,
+    windows=2,
     sinks=True,
     experts=Experts(
         count=("num_local_experts", "num_experts"), width="intermediate_size", normalized=True
     ),
+)
+
+# Gemma 3: norms before and behind attention and MLP, windows with positions of their own.
+_GEMMA_NORMS = {
+    _M + "pre_mlp_layernorm.weight": "pre_feedforward_layernorm",
+    _M + "post_self_attn_layernorm.weight": "post_attention_layernorm",
+    _M + "post_mlp_layernorm.weight": "post_feedforward_layernorm",
+}
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    class_prefix="Gemma3",
+    entries=(
+        *(entry for entry in _DENSE if entry.megatron not in _GEMMA_NORMS),
+        *(_whole(name, f"{_H}{hf}.weight", "hidden") for name, hf in _GEMMA_NORMS.items()),
+        *_QK_NORM,
+    ),
+    fields=config_fields.GEMMA3_TEXT,
+    qk_norm=True,
+    windows=6,
+    zero_centred_norms=True,
+    norms_behind=True,
+    scaled_embeddings=True,
+    activation="gelu_tanh",
 )
 
 FAMILIES: dict[str, Family] = {
@@ -381,5 +405,6 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         MINIMAX_M2,
         GPT_OSS,
+        GEMMA3_TEXT,
     )
 }

@@ -48,10 +48,14 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     config = check_fields(folder, given, family.fields, inside)
     if config.get("rotary_dim") and "partial_rotary_factor" not in given:
         config["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
-    if family.sinks:
-        _complete_gpt_oss(folder, config)
+    if family.windows:
+        _complete_windows(folder, config, family)
     else:
         _check_supported(folder, given, config)
+    if family.model_type == "gpt_oss":
+        _complete_gpt_oss(folder, config)
+    if "rope_local_base_freq" in config:
+        given = _complete_gemma3(given, config)
     if "index_topk" in config:
         # Full attention, for sequences that are short enough.
         config["layer_types"] = None
@@ -164,6 +168,10 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
     _check_heads(folder, fields)
     if family.sinks:
         fields |= {"activation_func_clamp_value": config["swiglu_limit"], "glu_linear_offset": 1.0}
+    if family.zero_centred_norms:
+        fields["layernorm_zero_centered_gamma"] = True
+    if "query_pre_attn_scalar" in config:
+        fields["softmax_scale"] = config["query_pre_attn_scalar"] ** -0.5
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
     return fields
@@ -223,20 +231,42 @@ def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str
         raise refusal(folder, "layer_types", kinds, f"{kind!r} for each of num_hidden_layers")
 
 
-def _complete_gpt_oss(folder: Path, config: dict[str, Any]) -> None:
-    """Set what transformers derives: every other layer has a window, and positions are YaRN's."""
+def _complete_windows(folder: Path, config: dict[str, Any], family: Family) -> None:
+    """Set the types of layers that transformers derives."""
     layers = config["num_hidden_layers"]
     if config["layer_types"] is None:
-        config["layer_types"] = [(SLIDING, FULL_ATTENTION)[layer % 2] for layer in range(layers)]
+        every = config.get("sliding_window_pattern", family.windows)
+        config["layer_types"] = [
+            FULL_ATTENTION if (layer + 1) % every == 0 else SLIDING for layer in range(layers)
+        ]
     kinds = config["layer_types"]
     if len(kinds) != layers or not {*kinds} <= {SLIDING, FULL_ATTENTION}:
         expected = f"{SLIDING!r} or {FULL_ATTENTION!r} for each of num_hidden_layers"
         raise refusal(folder, "layer_types", kinds, expected)
+
+
+def _complete_gpt_oss(folder: Path, config: dict[str, Any]) -> None:
+    """Set the positions that transformers takes by default; refuse other weights than MXFP4."""
     if config["rope_parameters"] is None and not config["rope_scaling"]:
         config["rope_parameters"] = dict(GPT_OSS_ROPE)
     quantised = config["quantization_config"]
     if quantised is not None and quantised.get("quant_method") != "mxfp4":
         raise refusal(folder, "quantization_config", quantised, "quant_method 'mxfp4', or null")
+
+
+def _complete_gemma3(given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Write the positions of both types of layers in the spelling of transformers 5.
+
+    Returns what is given without the keys that this replaces.
+    """
+    sets = dict(config["rope_parameters"] or {})
+    for kind, theta in ((FULL_ATTENTION, "rope_theta"), (SLIDING, "rope_local_base_freq")):
+        own = sets.get(kind) or {"rope_type": "default"}
+        if isinstance(own, dict):
+            scaled = (config["rope_scaling"] or {}) if kind == FULL_ATTENTION else {}
+            sets[kind] = {"rope_theta": config[theta], **own, **scaled}
+    config |= {"rope_parameters": sets, "rope_scaling": None}
+    return {key: value for key, value in given.items() if key != "rope_theta"}
 
 
 def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:

@@ -197,9 +197,18 @@ class Family:
     # Whether Q and K each have one norm over all heads. Not with `qk_norm`: Megatron sums the
     # gradients of those norms over tensor-parallel ranks.
     norm_over_heads: bool = False
-    # Each head has a learned score beside those of the keys (gpt-oss), and `sliding_attention` is a
-    # kind of layers.
+    # Layers of the type `sliding_attention` see a window of keys: all but every so many layers,
+    # where `config.json` gives no types. 0: the family has none.
+    windows: int = 0
+    # Each head has a learned score beside those of the keys.
     sinks: bool = False
+    # Norms scale by 1 + weight.
+    zero_centred_norms: bool = False
+    # The outputs of attention and MLP pass norms of their own.
+    norms_behind: bool = False
+    # The embeddings are multiplied by the square root of the hidden size.
+    scaled_embeddings: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     # Keys and values come from a shared low-rank form (DeepSeek-V2).
     latent_attention: bool = False
     experts: Experts | None = None  # a mixture of experts

@@ -27,7 +27,7 @@ from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.pack import gather_keys_values
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.kernels import kernel_type
-from backends.megatron.model.elementwise import rotate_heads
+from backends.megatron.model.elementwise import rotate_heads, scaled_norm
 from backends.megatron.model.merged_attention import merged_attention, visible
 
 # Merging is faster from this many copied keys for each token of the pack on, and from this many
@@ -266,11 +266,22 @@ def bucketed_attention(
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's mark, by which SP sums the weight's gradient over TP."""
+    """torch's RMSNorm with Megatron's mark, by which SP sums the weight's gradient over TP.
+
+    With Megatron's field `layernorm_zero_centered_gamma` it scales by 1 + weight.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = bool(config.layernorm_zero_centered_gamma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        if not self.zero_centered:
+            return super().forward(x)
+        # In half precision 1 + weight has too few digits.
+        return scaled_norm(x, self.weight, self.eps or 0.0, offset=1.0)
 
 
 class HeadsRMSNorm(torch.nn.Module):

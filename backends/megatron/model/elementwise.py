@@ -131,3 +131,63 @@ class ClampedSwiGLU(SwiGLU):
         gate = gate.clamp(max=self.limit)
         up = up.clamp(min=-self.limit, max=self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+class _ScaledNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, offset: float, eps: float
+    ) -> Tensor:
+        wide = _wide(x)
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, gate, inverse)
+        ctx.offset = offset
+        out = wide * inverse * (offset + _wide(weight))
+        if gate is not None:
+            out = out * F.silu(_wide(gate))
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, gate, inverse = ctx.saved_tensors
+        normed = _wide(x) * inverse
+        scale = ctx.offset + _wide(weight)
+        grad = _wide(grad)
+        d_gate = None
+        if gate is not None:
+            gate_in = _wide(gate)
+            d_gate = torch.ops.aten.silu_backward(grad * normed * scale, gate_in).to(gate.dtype)
+            grad = grad * F.silu(gate_in)
+        d_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = grad * scale
+        d_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        return d_x.to(x.dtype), d_weight, d_gate, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The tensor in single precision at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def scaled_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, gate: Tensor | None = None
+) -> Tensor:
+    """RMSNorm over the last dimension, times `offset + weight`, times silu(gate).
+
+    It computes in single precision at least, and keeps its arguments as they are.
+
+    Args:
+        x, gate: [..., d].
+        weight: [d].
+    """
+    normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps)
+    return normed
+
+
+class GeGLU(SwiGLU):
+    """gelu(gate) * up, with the tanh form of gelu (Shazeer 2020)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2f] -> [..., f]."""
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up

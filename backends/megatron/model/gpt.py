@@ -56,7 +56,7 @@ def transformer_config(
     interleaved = parallel.virtual_pipeline > 1
     fields = {
         **arch.transformer,
-        "activation_func": {"silu": F.silu}[arch.activation],
+        "activation_func": {"silu": F.silu, "gelu_tanh": F.gelu}[arch.table.activation],
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor,
@@ -233,9 +233,17 @@ def build_chunks(
                     prediction=prediction,
                 )
         keep_no_graphs(chunk)
+        if arch.table.scaled_embeddings and chunk.pre_process:
+            chunk.embedding.register_forward_hook(_scaled)
         # A router makes its weight on the CPU.
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
+
+
+def _scaled(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """Embeddings times the square root of the hidden size, which is rounded to their dtype."""
+    scale = torch.tensor(embedded.size(-1) ** 0.5, dtype=embedded.dtype)
+    return embedded * scale.to(embedded.device)
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:

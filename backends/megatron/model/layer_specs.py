@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -19,7 +21,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
@@ -31,11 +36,14 @@ from backends.megatron.model.attention import (
     PackedAttention,
 )
 from backends.megatron.model.divided_heads import DividedHeads, divides_heads
-from backends.megatron.model.elementwise import ClampedSwiGLU, SwiGLU, rotate_heads
+from backends.megatron.model.elementwise import ClampedSwiGLU, GeGLU, SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
 from rlcore.errors import ConfigError
+
+# Adds an output and its bias to the residual stream.
+Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 def layer_specs(
@@ -70,10 +78,11 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> Mo
         spec.submodules.self_attention.module = DividedHeads
     if arch.table.norm_over_heads:
         norm_over_heads(spec, config)
-    if arch.table.sinks:
+    if arch.table.windows:
         core = spec.submodules.self_attention.submodules.core_attention
-        window = arch.windows[layer] if arch.windows else None
-        core.params |= {"window": window, "sinks": True}
+        core.params |= {"window": arch.windows[layer], "sinks": arch.table.sinks}
+    if arch.table.norms_behind:
+        spec.module = SandwichLayer
     return spec
 
 
@@ -104,6 +113,8 @@ def local_layer_spec(
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     mlp = submodules_of(parts.mlp)
     activation = SwiGLU if config.activation_func_clamp_value is None else ClampedSwiGLU
+    if config.activation_func is F.gelu:
+        activation = GeGLU
     if num_experts is None:
         mlp.activation_func = activation
     else:
@@ -196,3 +207,29 @@ def te_layer_spec(
     if num_experts is not None:
         submodules_of(layer.submodules.mlp).router = router_class(config)
     return layer
+
+
+class SandwichLayer(TransformerLayer):
+    """Megatron's layer, in which outputs of attention and MLP pass a norm before they are added."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for name in ("self_attn", "mlp"):
+            norm = LocalRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.add_module(f"post_{name}_layernorm", norm)
+            setattr(self, f"{name}_bda", _normed(getattr(self, f"{name}_bda"), norm))
+
+
+def _normed(make: Callable[[bool, bool], Add], norm: LocalRMSNorm) -> Callable[[bool, bool], Add]:
+    def make_normed(training: bool, fused: bool) -> Add:
+        add = make(training, fused)
+
+        def normed(
+            output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+        ) -> Tensor:
+            out, bias = output
+            return add((norm(out if bias is None else out + bias), None), residual, dropout)
+
+        return normed
+
+    return make_normed

@@ -64,6 +64,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3_text": (
+        "Gemma3Text",
+        {**GROUPED, "query_pre_attn_scalar": 24, "sliding_window": 4, "pad_token_id": None},
+    ),
     "gpt_oss": (
         "GptOss",
         {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},

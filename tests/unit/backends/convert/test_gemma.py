@@ -1,0 +1,69 @@
+"""Gemma 3's two sets of positions and its windows, read as transformers reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+from backends.megatron.batch.rotary import inverse_frequencies
+from backends.megatron.convert.read import read_architecture
+from rlcore.errors import ModelError
+
+CONFIG: dict[str, Any] = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 31,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "sliding_window": 8,
+    "query_pre_attn_scalar": 24,
+}  # fmt: skip
+# As Gemma's folders have it, and as transformers 5 writes it.
+OLD = {
+    "rope_theta": 5000.0, "rope_local_base_freq": 50.0, "sliding_window_pattern": 3,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+NEW = {
+    "layer_types": ["full_attention", "sliding_attention"] * 3 + ["sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0},
+    },
+}
+
+
+def read(folder: Path, **changes: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return read_architecture(folder, weights=False)
+
+
+@pytest.mark.parametrize("changes", [{}, OLD, NEW], ids=["neither", "old", "new"])
+def test_layers_have_the_positions_and_windows_of_their_type(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    arch = read(tmp_path, **changes)
+    config = Gemma3TextConfig(**copy.deepcopy({**CONFIG, **changes}))
+    module: Any = Gemma3RotaryEmbedding(config)
+    assert len(arch.ropes) == len(arch.windows) == 7
+    for kind, rope, window in zip(config.layer_types, arch.ropes, arch.windows, strict=True):
+        assert window == (8 if kind == "sliding_attention" else None)
+        theirs = getattr(module, f"{kind}_inv_freq")
+        assert inverse_frequencies(rope).tolist() == theirs.tolist()
+    assert arch.transformer["softmax_scale"] == 24**-0.5
+    assert arch.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_logit_softcapping": 50.0}, {"final_logit_softcapping": 30.0},
+        {"use_bidirectional_attention": True}, {"hidden_activation": "silu"},
+        {"layer_types": ["sliding_attention"] * 6}, {"layer_types": ["linear_attention"] * 7},
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        read(tmp_path, **changes)
