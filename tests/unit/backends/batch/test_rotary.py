@@ -127,8 +127,10 @@ def test_a_length_outside_the_settings_is_that_of_transformers(tmp_path: Path) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_takes_a_sequence_as_long_without_its_pads(rank: int, tmp_path: Path) -> None:
     """A sequence of the original length stays short where context parallelism pads it."""
-    config, rope = read(tmp_path, "llama", rope_scaling=LONG)
-    lengths = torch.tensor([ORIGINAL - 1, ORIGINAL + 1])
+    original = 61
+    settings = {**LONG, "original_max_position_embeddings": original}
+    config, rope = read(tmp_path, "llama", rope_scaling=settings)
+    lengths = torch.tensor([original, original + 1])
     multiple = 4
     sharing = share_nothing(lengths, multiple=multiple)
     layout, own = lay_out(sharing, lengths, sharing.size + 8, CPU, CPRank(2, rank))
