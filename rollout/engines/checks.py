@@ -25,16 +25,23 @@ if TYPE_CHECKING:
 EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")
 
 
+# Families that transformers has by another name, as far as engines compute them.
+_SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+
+
 def model_config(folder: str) -> PretrainedConfig:
     """Read config.json as transformers does, without running code from the folder.
 
     Raises ModelError if transformers cannot read it.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    read_config(folder)
+    given = read_config(folder)
     try:
+        if same := _SAME.get(str(given.get("model_type"))):
+            known: PretrainedConfig = CONFIG_MAPPING[same].from_dict({**given, "model_type": same})
+            return known
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())[:200]
@@ -47,6 +54,31 @@ def model_config(folder: str) -> PretrainedConfig:
             f"model: {Path(folder) / 'config.json'} is not of a model that transformers has itself"
             f" ({reason}); code that comes with a model is never run"
         ) from error
+
+
+# The beginning of the tensors' names in a language model of transformers, and in a folder of the
+# larger model.
+_PREFIXES = {"mistral3": ("", "language_model."), "kimi_k25": ("", "language_model.")}
+
+
+def language_config(folder: str) -> PretrainedConfig:
+    """Read the configuration of the language model, which may be a part of a larger model.
+
+    `published_prefix` is then the beginning of its tensors' names alone, and in the folder.
+
+    Raises ModelError like `model_config`.
+    """
+    config = model_config(folder)
+    text: PretrainedConfig | None = getattr(config, "text_config", None)
+    if text is None:
+        return config
+    given = read_config(folder)
+    text.published_prefix = _PREFIXES.get(str(given["model_type"]), ("", ""))
+    tied = "tie_word_embeddings"
+    # The larger model's default is not that of its language model.
+    if tied in given and tied not in given["text_config"]:
+        text.tie_word_embeddings = given[tied]
+    return text
 
 
 def folder_vocab_size(folder: str) -> int:
@@ -72,7 +104,7 @@ class ExpertLayers:
         import torch
         from transformers import AutoModelForCausalLM
 
-        config = model_config(folder)
+        config = language_config(folder)
         topk = getattr(config, "num_experts_per_tok", None)
         if not topk:
             return None

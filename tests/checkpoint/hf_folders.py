@@ -85,7 +85,35 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         },
         torch.bfloat16,
     ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", LATENT, torch.bfloat16),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}, torch.float32),
+    "smollm3": ("SmolLM3Config", {}, torch.bfloat16),
+    # A language model inside a larger one, whose other tensors exports carry.
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "text_config": {"model_type": "ministral3", **SIZES, "head_dim": 16},
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "patch_size": 4,
+                "image_size": 16,
+            },
+            "tie_word_embeddings": False,
+        },
+        torch.float32,
+    ),
 }  # fmt: skip
+
+
+def auto_class(name: str) -> Any:
+    """The class by which transformers reads a model's folder."""
+    import transformers
+
+    keys = MODELS[name][1]
+    if "num_labels" in keys:
+        return transformers.AutoModelForSequenceClassification
+    whole = "text_config" in keys
+    return transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
 
 
 def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -93,14 +121,10 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     import transformers
 
     kind, keys, dtype = MODELS[name]
-    config = getattr(transformers, kind)(**{**SIZES, **keys, **overrides, "pad_token_id": 0})
-    auto = (
-        transformers.AutoModelForSequenceClassification
-        if "num_labels" in keys
-        else transformers.AutoModelForCausalLM
-    )
+    sizes = {} if "text_config" in keys else {**SIZES, "pad_token_id": 0}
+    config = getattr(transformers, kind)(**{**sizes, **keys, **overrides})
     torch.manual_seed(len(name) + 100 * seed)
-    model = auto.from_config(config).to(dtype)
+    model = auto_class(name).from_config(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()

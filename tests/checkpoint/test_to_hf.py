@@ -39,6 +39,10 @@ SAVED_UNDER = {
     "gemma3_text": "tp2_sequence",
     "reward": "tp2",
     "glm4_moe": "ep2",
+    "glm4_moe_lite": "tp2_sequence",
+    "seed_oss": "tp2",
+    "smollm3": "pp2",
+    "mistral3": "tp2",
 }
 
 

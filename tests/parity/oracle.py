@@ -27,6 +27,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
+    # transformers gives the row of a pad token no gradient.
+    "pad_token_id": None,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Head sizes, groups and norms such that what is mistaken for something else comes out otherwise.
@@ -78,6 +80,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
         "rope_parameters": LONGROPE}),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "ministral3": ("Ministral3Config", {
+        "head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 0, 1], "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_other": ("DeepseekV3Config", LATENT),
     "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
@@ -102,6 +110,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
             "partial_rotary_factor": 0.5}}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {
+        **LATENT, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
     "glm4_moe": ("Glm4MoeConfig", {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
         "num_experts_per_tok": 2,

@@ -1,6 +1,7 @@
 """Every family under every kind of parallelism, against transformers in float64.
 
-GLM-4.5 is Glm4Moe of transformers; MiMo, which it lacks, is Qwen2 with layers that are left out.
+GLM-4.5 is Glm4Moe of transformers. Families that it lacks, and language models inside larger
+models, are other folders of a family that it has (`RENAMED`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from spawn import Results
 
-DENSE = ("gemma3_text", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo")
-LATENT = ("deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa")
+# The family of the same weights, fields of the outer `config.json`, the object that holds the inner
+# one, and the beginning of the tensors' names.
+RENAMED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "mimo": ("qwen2_tied", {"architectures": ["MiMoForCausalLM"], "model_type": "mimo",
+        "num_nextn_predict_layers": 1, "attention_bias": True}, "", ""),
+    "kimi_k2": ("deepseek_v3", {"model_type": "kimi_k2"}, "", ""),
+    "kimi_k25": ("deepseek_v3", {"model_type": "kimi_k25",
+        "architectures": ["KimiK25ForConditionalGeneration"]}, "text_config", "language_model."),
+    "mistral3": ("ministral3", {"model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"]}, "text_config", "language_model."),
+}  # fmt: skip
+CARRIED = {"mimo": "model.mtp_layers.0.input_proj.weight", "kimi_k25": "vision_tower.x",
+           "mistral3": "multi_modal_projector.norm.weight"}  # fmt: skip
+DENSE = (
+    "gemma3_text", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
+    "ministral3", "mistral3", "seed_oss", "smollm3",
+)  # fmt: skip
+LATENT = (
+    "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "kimi_k2",
+    "kimi_k25",
+)  # fmt: skip
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", *LATENT, "glm4_moe", "minimax_m2", "gpt_oss")
 OTHER = "deepseek_v3_other"
 BIAS = "e_score_correction_bias"
@@ -66,8 +86,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
 # One process of every family that test_parity.py and test_moe.py do not have; the others with
 # --full.
 EVERY_RUN = (
-    *LATENT, "mimo", "glm4_moe", "minimax_m2", "gpt_oss", "qwen2_moe", "mixtral",
-    "other_reference", "losses",
+    *LATENT, "mimo", "glm4_moe", "qwen2_moe", "mixtral", "minimax_m2", "gpt_oss", "gemma3_text",
+    "other_reference", "losses", "mistral",
+    "ministral3", "mistral3", "seed_oss", "smollm3", "smollm3-pp2", "mistral3-tp2_sp",
+    "ministral3-cp2",
     "deepseek_v3-ep2", "deepseek_v3-tp2_sp", "deepseek_v3-cp2", "deepseek_v3-pp2", "mimo-pp2",
     "glm4_moe-ep2_tp2_sp_etp1", "minimax_m2-tp2_sp", "gpt_oss-ep2_tp2_sp_etp1",
     "losses_cp2",
@@ -82,26 +104,26 @@ def each(*names: str) -> list[Any]:
     ]
 
 
-def write_mimo(folder: Path, source: Path) -> None:
-    """Qwen2's weights under the name of MiMo, with a layer that is left out."""
-    config = json.loads((source / "config.json").read_text()) | {
-        "model_type": "mimo",
-        "architectures": ["MiMoForCausalLM"],
-        "num_nextn_predict_layers": 1,
-        "attention_bias": True,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    predicted = {"model.mtp_layers.0.input_proj.weight": torch.zeros(2, 2)}
-    tensors = {**load_file(source / "model.safetensors"), **predicted}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def write_renamed(name: str, models: Path) -> None:
+    """A folder with a family's weights under other names, with a tensor that is not the model's."""
+    source, fields, within, prefix = RENAMED[name]
+    config = json.loads((models / source / "config.json").read_text())
+    (models / name).mkdir()
+    whole = {within: config, **fields} if within else {**config, **fields}
+    (models / name / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(models / source / "model.safetensors")
+    renamed = {prefix + key: tensor for key, tensor in tensors.items()}
+    if name in CARRIED:
+        renamed[CARRIED[name]] = torch.zeros(2, 2)
+    save_file(renamed, models / name / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity_families") / "models"
-    oracle.write_models(path, only={*DENSE, *EXPERTS, OTHER})
-    write_mimo(path / "mimo", path / "qwen2_tied")
+    oracle.write_models(path, only={*DENSE, *EXPERTS, OTHER} - RENAMED.keys())
+    for name in RENAMED:
+        write_renamed(name, path)
     return path
 
 
@@ -117,10 +139,13 @@ def results(models: Path) -> Results:
 )
 def test_a_layout_equals_transformers(name: str, results: Results, models: Path) -> None:
     model = name.partition("-")[0]
-    expected = oracle.policy_step(models / {"mimo": "qwen2_tied"}.get(model, model))
+    source, _, _, prefix = RENAMED.get(model, (model, {}, "", ""))
+    expected = oracle.policy_step(models / source)
     got = results[name]
     oracle.check_scores(got["scores"], expected)
-    oracle.check_gradients(got["gradients"]["policy"], expected["gradients"])
+    assert all(key.startswith(prefix) for key in got["gradients"]["policy"])
+    gradients = {key.removeprefix(prefix): g for key, g in got["gradients"]["policy"].items()}
+    oracle.check_gradients(gradients, expected["gradients"])
 
 
 @pytest.mark.parametrize("name", each("losses_cp2", "losses_tp2_sp"))

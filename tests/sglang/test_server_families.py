@@ -2,7 +2,7 @@
 
 SGLang loads weights call by call, stacks and shards them, and says nothing of what it leaves out.
 DeepSeek-V3, which it does not take tensor by tensor, is in test_latent_attention.py. It cannot run
-Qwen2-MoE on a CPU.
+Qwen2-MoE on a CPU, nor GLM-4.7-Flash, whose latent attention has no YaRN.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ import server_kit
 import torch
 from publication_kit import checksums, folder_weights, layout, publish, publishing
 
-from rlcore.launch.commands.init_model import ModelSpec, init_model
+from rlcore.launch.commands.init_model import Family, ModelSpec, init_model
 from rlcore.weights import Bucket, cut_buckets
-from tests.checkpoint.hf_folders import write_model
+from tests.checkpoint.hf_folders import MODELS, write_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
-NAMES = ("llama", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "mixtral", "glm4_moe")
+NAMES = (
+    *("llama", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "mixtral", "glm4_moe"),
+    *("seed_oss", "smollm3"),
+)
+# Of `init-model`.
+TINY: tuple[Family, ...] = ("mistral", "ministral3")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *TINY])
 def test_every_tensor_changes_and_is_the_same_for_every_size_of_buckets(
     name: str, tmp_path: Path
 ) -> None:
-    model = write_model(name, tmp_path / "model")
+    model = tmp_path / "model"
+    if name in MODELS:
+        write_model(name, model)
+    else:
+        init_model(model, ModelSpec(name, hidden=32, layers=2, intermediate=48))  # type: ignore[arg-type]
     init_model(tmp_path / "tokenizer", ModelSpec("qwen3"))
     for file in (tmp_path / "tokenizer").glob("*token*"):
         shutil.copy(file, model)

@@ -42,7 +42,8 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    "rollout/engines": 7_320,  # SGLang, embedded, external; contract; adapters, heads, drafts
+    # SGLang, embedded, external; contract; adapters, heads, drafts, text models
+    "rollout/engines": 7_370,
     "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges
@@ -52,8 +53,8 @@ BUDGETS = {
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads, 200 for
     # tensors of several parts, stacked experts and tensors that exports carry, 300 for all kinds of
     # rotary positions, 800 for windows, sinks, gpt-oss, Gemma 3, norms over all heads, sparse
-    # attention, 400 for multi-token prediction
-    "backends/megatron": 13_500,
+    # attention, 400 for multi-token prediction, 150 for Mistral, Kimi, Seed-OSS and SmolLM3
+    "backends/megatron": 13_650,
     # a folder's model against transformers': both sides by the layer, and what parts by its name
     "backends/megatron/model_check": 1_350,
     "backends/megatron/dryrun": 900,  # single ranks at real size

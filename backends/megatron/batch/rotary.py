@@ -24,6 +24,8 @@ class Angles:
     cos: Tensor  # [T, 1, dim/2]
     sin: Tensor
     interleaved: bool
+    # [T, 1, 1], by which queries are multiplied; None: by 1
+    query_scale: Tensor | None = None
 
 
 class RotaryPositions:
@@ -54,7 +56,11 @@ class RotaryPositions:
                 frequencies = torch.where(long, others[0], frequencies)
             angles = (positions * frequencies)[:, None]
             cos, sin = (part * rope.attention_factor for part in (angles.cos(), angles.sin()))
-            found[rope] = Angles(cos, sin, rope.interleaved)
+            scale = None
+            if rope.query_beta:
+                lengths = torch.floor(positions / rope.original_length)
+                scale = 1 + rope.query_beta * torch.log(1 + lengths)[:, None]
+            found[rope] = Angles(cos, sin, rope.interleaved, scale)
         return found
 
 

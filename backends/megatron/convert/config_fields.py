@@ -35,7 +35,7 @@ _COMMON = {
     "head_dim": _OTHER_SIZE,
     "max_position_embeddings": _SIZE,
     # transformers prefers it to the setting of the same name in `rope_parameters`.
-    "original_max_position_embeddings": _OTHER_SIZE,
+    "original_max_position_embeddings": Field("size", None),
     "rms_norm_eps": Field("float", 1e-6),
     "tie_word_embeddings": Field("flag", False),
     "hidden_act": Field("text", "silu", only="silu"),
@@ -84,8 +84,10 @@ QWEN3_MOE: Mapping[str, Field] = {
     "num_key_value_heads": Field("size", 4),
     "num_local_experts": _COUNT_OF_EXPERTS,
 }
+# Whose configurations cannot disable a window that they give.
+_WITH_WINDOW = {key: field for key, field in _COMMON.items() if key != "use_sliding_window"}
 MIXTRAL: Mapping[str, Field] = {
-    **_COMMON,
+    **_WITH_WINDOW,
     "num_key_value_heads": Field("size", 8),
     "rms_norm_eps": Field("float", 1e-5),
     "rope_theta": Field("number", 1e6),
@@ -216,6 +218,63 @@ GPT_OSS_ROPE: Mapping[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 
+MISTRAL: Mapping[str, Field] = {
+    **_WITH_WINDOW,
+    "num_key_value_heads": Field("size", 8),
+    "sliding_window": Field("count", 4096, nullable=True),
+}
+MINISTRAL3: Mapping[str, Field] = {
+    **_WITH_WINDOW,
+    "num_key_value_heads": Field("size", 8),
+    "head_dim": Field("size", 128),
+    "rms_norm_eps": Field("float", 1e-5),
+    # Where neither spelling is given.
+    "rope_parameters": Field(
+        "map",
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        nullable=True,
+    ),
+}
+SEED_OSS: Mapping[str, Field] = {
+    **_COMMON,
+    "num_key_value_heads": Field("size", 8, nullable=True),
+    "head_dim": Field("size", 128, nullable=True),
+    "attention_bias": Field("flag", True),
+    "attention_out_bias": _OFF,
+}
+SMOLLM3: Mapping[str, Field] = {
+    **_COMMON,
+    "num_key_value_heads": Field("size", 4, nullable=True),
+    "head_dim": Field("size", None),
+    "rope_theta": Field("number", 2e6),
+    "tie_word_embeddings": Field("flag", True),
+    # 1 for a layer with rotary positions, 0 for one without; null: every n-th has none.
+    "no_rope_layers": Field("counts", None, nullable=True),
+    "no_rope_layer_interval": Field("size", 4),
+}
+GLM4_MOE_LITE: Mapping[str, Field] = {
+    **DEEPSEEK_V3,
+    "num_key_value_heads": Field("size", 20),
+    "rms_norm_eps": Field("float", 1e-5),
+    "routed_scaling_factor": Field("float", 1.8),
+    "n_group": Field("size", 1),
+    "topk_group": Field("size", 1),
+    "n_shared_experts": Field("size", 1),
+    # transformers goes by this list alone; null: the first layer is dense.
+    "mlp_layer_types": Field("texts", None, nullable=True),
+    "first_k_dense_replace": Field("count", 1, only=1),
+}
+
+# A setting of rotary positions by which queries grow with their position.
+SCALED_QUERIES: Mapping[str, Field] = {"llama_4_scaling_beta": Field("scale")}
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.
 _ROPE = {"rope_type": Field("text", "default"), "rope_theta": Field("number", 10000.0)}
 _SCALED = {**_ROPE, "factor": Field("number")}

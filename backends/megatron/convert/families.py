@@ -389,8 +389,66 @@ GEMMA3_TEXT = Family(
     activation="gelu_tanh",
 )
 
+# GLM-4.7-Flash: DeepSeek-V3's layers.
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    class_prefix="Glm4MoeLite",
+    fields=config_fields.GLM4_MOE_LITE,
+)
+
+# Kimi-K2: DeepSeek-V3 by another name; Kimi-K2.5 with a vision tower.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", known_as="deepseek_v3")
+KIMI_K25 = replace(
+    KIMI_K2,
+    model_type="kimi_k25",
+    language_class="KimiK25ForConditionalGeneration",
+    within="text_config",
+    prefix=("", "language_model."),
+    carried=("vision_tower.", "mm_projector."),
+)
+
+# Mistral 7B to Nemo: Llama, without the window of the first.
+MISTRAL = replace(LLAMA, model_type="mistral", class_prefix="Mistral", fields=config_fields.MISTRAL)
+
+# Ministral 3: Mistral with queries that grow with their position.
+MINISTRAL3 = replace(
+    LLAMA,
+    model_type="ministral3",
+    class_prefix="Ministral3",
+    fields=config_fields.MINISTRAL3,
+    scaled_queries=True,
+)
+
+# Mistral Small 3 and Ministral 3 with a vision tower.
+MISTRAL3, MISTRAL3_OF_MINISTRAL = (
+    replace(
+        text,
+        model_type="mistral3",
+        text_type=text.model_type,
+        class_prefix="Mistral3",
+        language_class="Mistral3ForConditionalGeneration",
+        within="text_config",
+        prefix=("", "language_model."),
+        carried=("vision_tower.", "multi_modal_projector."),
+    )
+    for text in (MISTRAL, MINISTRAL3)
+)
+
+# Seed-OSS: Qwen2 whose biases `config.json` gives.
+SEED_OSS = replace(
+    QWEN2,
+    model_type="seed_oss",
+    class_prefix="SeedOss",
+    fields=config_fields.SEED_OSS,
+    qkv_bias=False,
+)
+
+# SmolLM3: Llama with layers without positions.
+SMOLLM3 = replace(LLAMA, model_type="smollm3", class_prefix="SmolLM3", fields=config_fields.SMOLLM3)
+
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
+    family.key: family
     for family in (
         LLAMA,
         QWEN2,
@@ -406,5 +464,14 @@ FAMILIES: dict[str, Family] = {
         MINIMAX_M2,
         GPT_OSS,
         GEMMA3_TEXT,
+        GLM4_MOE_LITE,
+        KIMI_K2,
+        KIMI_K25,
+        MISTRAL,
+        MINISTRAL3,
+        MISTRAL3,
+        MISTRAL3_OF_MINISTRAL,
+        SEED_OSS,
+        SMOLLM3,
     )
 }

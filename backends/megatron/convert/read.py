@@ -17,7 +17,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.config_fields import ARCHITECTURES, GPT_OSS_ROPE
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import expert_fields, latent_fields, latent_scale
-from backends.megatron.convert.rope import FULL_ATTENTION, read_ropes
+from backends.megatron.convert.rope import FULL_ATTENTION, Rope, read_ropes
 from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Family
 from rlcore.config import Config
 from rlcore.config.derived import other_folders
@@ -41,9 +41,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     folder = Path(folder)
     whole = read_config(folder)
     family = _family(folder, whole)
-    given = whole
-    if family.within:
-        given = check_fields(folder, whole, {family.within: Field("map")})[family.within]
+    given = _within(folder, whole, family) if family.within else whole
     inside = f"{family.within}." if family.within else ""
     config = check_fields(folder, given, family.fields, inside)
     if config.get("rotary_dim") and "partial_rotary_factor" not in given:
@@ -51,7 +49,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     if family.windows:
         _complete_windows(folder, config, family)
     else:
-        _check_supported(folder, given, config)
+        _check_supported(folder, given, config, family)
     if family.model_type == "gpt_oss":
         _complete_gpt_oss(folder, config)
     if "rope_local_base_freq" in config:
@@ -59,7 +57,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     if "index_topk" in config:
         # Full attention, for sequences that are short enough.
         config["layer_types"] = None
-    classes = config["architectures"] or ()
+    classes = whole.get("architectures") or ()
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
     if is_classifier:
         _check_labels(folder, config)
@@ -68,17 +66,16 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     ropes = read_ropes(folder, given, config, family, rotated)
     if family.latent_attention:
         fields |= latent_scale(ropes[FULL_ATTENTION])
-    kinds = config["layer_types"] or [FULL_ATTENTION] * config["num_hidden_layers"]
     arch = Architecture(
-        family=family.model_type,
+        family=family.key,
         # An export is in the dtype of the model.
         hf_config={key: value for key, value in whole.items() if key != "quantization_config"},
         vocab_size=config["vocab_size"],
         tie_word_embeddings=config["tie_word_embeddings"],
         max_position_embeddings=config["max_position_embeddings"],
-        ropes=tuple(ropes[kind] for kind in kinds),
+        ropes=_layer_ropes(folder, config, ropes),
         transformer=fields,
-        windows=tuple(config["sliding_window"] if kind == SLIDING else None for kind in kinds),
+        windows=_layer_windows(config, family),
         max_tokens=config.get("index_topk"),
         head="value" if is_classifier else "lm",
         folder=folder,
@@ -110,6 +107,41 @@ def with_prediction(arch: Architecture) -> Architecture:
             f" {count!r}: set it to 0"
         )
     return replace(arch, mtp=True)
+
+
+def _within(folder: Path, whole: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The object with the language model's fields, and whether its embeddings are tied."""
+    given: dict[str, Any] = {
+        **check_fields(folder, whole, {family.within: Field("map")})[family.within]
+    }
+    tied = "tie_word_embeddings"
+    if tied not in whole:
+        return given
+    if given.setdefault(tied, whole[tied]) != whole[tied]:
+        raise refusal(
+            folder,
+            f"{tied} and {family.within}.{tied}",
+            [whole[tied], given[tied]],
+            "the same in both",
+        )
+    return given
+
+
+def _layer_ropes(
+    folder: Path, config: Mapping[str, Any], ropes: Mapping[str, Rope]
+) -> tuple[Rope | None, ...]:
+    """The rotary positions of each layer, by its type; None in a layer without."""
+    layers = config["num_hidden_layers"]
+    kinds = config["layer_types"] or [FULL_ATTENTION] * layers
+    rotates = [True] * layers
+    if every := config.get("no_rope_layer_interval"):
+        rotates = [(layer + 1) % every != 0 for layer in range(layers)]
+    if (given := config.get("no_rope_layers")) is not None:
+        if len(given) < layers:
+            expected = f"a number for each of the {layers} layers"
+            raise refusal(folder, "no_rope_layers", given, expected)
+        rotates = [bool(flag) for flag in given[:layers]]
+    return tuple(ropes[kind] if flag else None for kind, flag in zip(kinds, rotates))
 
 
 def read_models(
@@ -195,15 +227,20 @@ def _check_heads(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def _family(folder: Path, given: Mapping[str, Any]) -> Family:
     """Find the family by `model_type`; `architectures`, if given, must name one of its classes."""
-    known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
+    classes_of = [name for family in FAMILIES.values() for name in family.classes]
+    known = ", ".join(dict.fromkeys(classes_of))
     names = check_fields(folder, given, ARCHITECTURES)
     classes = names["architectures"] or []
     model_type = str(given.get("model_type"))
-    family = FAMILIES.get(model_type)
+    inner = given.get("text_config")
+    text_type = inner.get("model_type") if isinstance(inner, dict) else None
+    family = FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}/{text_type}")
     if family is None:
         kind = f"model_type {given.get('model_type')!r}"
+        if text_type is not None:
+            kind += f" of {text_type!r}"
         got = classes[0] if classes else kind
-        # Kimi K2 uses the class of DeepSeek-V3 with another `model_type`.
+        # Some models use the class of another family.
         if got in known:
             got += f" with {kind}"
         raise ModelError(f"{folder}: architecture {got} is not converted; converted are: {known}")
@@ -214,10 +251,13 @@ def _family(folder: Path, given: Mapping[str, Any]) -> Family:
     return family
 
 
-def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _check_supported(
+    folder: Path, given: Mapping[str, Any], config: Mapping[str, Any], family: Family
+) -> None:
     """Refuse attention windows, which are not converted."""
-    # Qwen's configurations give a window and disable it; Mixtral uses the window that it gives.
-    if config["sliding_window"] is not None and "use_sliding_window" not in given:
+    # Qwen's configurations give a window and disable it; Mistral's use the window that they give.
+    disabled = "use_sliding_window" in given and "use_sliding_window" in family.fields
+    if config["sliding_window"] is not None and not disabled:
         raise refusal(
             folder,
             "sliding_window",
@@ -229,6 +269,14 @@ def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str
     kind = "indexed_attention" if "index_topk" in config else FULL_ATTENTION
     if kinds is not None and (len(kinds) != layers or {*kinds} != {kind}):
         raise refusal(folder, "layer_types", kinds, f"{kind!r} for each of num_hidden_layers")
+
+
+def _layer_windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+    """The window of each layer, None in a layer without."""
+    if not family.windows:
+        return ()
+    window = config["sliding_window"]
+    return tuple(window if kind == SLIDING else None for kind in config["layer_types"])
 
 
 def _complete_windows(folder: Path, config: dict[str, Any], family: Family) -> None:

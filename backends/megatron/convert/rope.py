@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backends.megatron.convert.config_fields import ROPE
+from backends.megatron.convert.config_fields import ROPE, SCALED_QUERIES
 from backends.megatron.convert.table import Family
 from rlcore.hf_config.fields import check_fields, refusal
 
@@ -32,6 +32,8 @@ class Rope:
             `dim` apart.
         original_length: `original_max_position_embeddings`.
         attention_factor: cosines and sines are multiplied by this.
+        query_beta: queries at position p are multiplied by
+            1 + query_beta * ln(1 + floor(p / original_length)).
         mscale_all_dim: YaRN's second factor, by which latent attention scales its scores.
     """
 
@@ -42,6 +44,7 @@ class Rope:
     factor: float = 1.0
     original_length: int = 0
     attention_factor: float = 1.0
+    query_beta: float = 0.0
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -73,8 +76,11 @@ def read_ropes(
         head_dim: dimensions of a head, or of its part with positions.
     """
     types = sorted({*(config["layer_types"] or [FULL_ATTENTION])})
-    old = _spelled(folder, "rope_scaling", config)
-    new = _spelled(folder, "rope_parameters", config)
+    old = _spelled(folder, "rope_scaling", given)
+    new = _spelled(folder, "rope_parameters", given)
+    default = family.fields["rope_parameters"].default
+    if not old and given.get("rope_parameters") is None and default is not None:
+        new = {_ALL: default}
     if old and new and old != new:
         raise refusal(
             folder,
@@ -97,11 +103,11 @@ def read_ropes(
     return ropes
 
 
-def _spelled(folder: Path, name: str, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _spelled(folder: Path, name: str, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings under one name, for all layers or by type; `{}` if none are given."""
-    said: dict[str, Any] = config[name] or {}
+    said: dict[str, Any] = given.get(name) or {}
     # transformers reads a key that names a layer type as the settings of these layers.
-    types = {FULL_ATTENTION, *(config["layer_types"] or ())}
+    types = {FULL_ATTENTION, *(given.get("layer_types") or ())}
     nested = [key for key, value in said.items() if key in types or isinstance(value, dict)]
     for key in nested:
         if not isinstance(said[key], dict):
@@ -151,6 +157,8 @@ def _rope(
 ) -> Rope:
     kind = said.get("rope_type", "default")
     kinds = ("default", "yarn") if family.latent_attention else tuple(ROPE)
+    if family.scaled_queries:
+        kinds = ("llama3", "yarn", "longrope")
     if kind not in kinds:
         attention = "latent attention" if family.latent_attention else "its attention"
         expected = f"{', '.join(kinds)}, which {attention} supports"
@@ -168,6 +176,8 @@ def _rope(
     # transformers multiplies a null, except without scaling.
     partial = replace(partial, nullable=partial.nullable and kind == "default")
     fields = {**ROPE[kind], "partial_rotary_factor": partial}
+    if family.scaled_queries:
+        fields |= SCALED_QUERIES
     settings = check_fields(folder, said, fields, within)
     dim = _rotated(folder, head_dim, settings["partial_rotary_factor"])
     common: dict[str, Any] = {
@@ -183,6 +193,7 @@ def _rope(
     common |= {
         "factor": float(longest / original if factor is None else factor),
         "original_length": original,
+        "query_beta": float(settings.get("llama_4_scaling_beta", 0.0)),
     }
     if kind == "llama3":
         low = settings["low_freq_factor"]

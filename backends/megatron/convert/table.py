@@ -224,11 +224,23 @@ class Family:
     within: str = ""
     # The `model_type` by which transformers has the network, if by another.
     known_as: str = ""
+    # `model_type` in this object, of a family whose language models are of several types.
+    text_type: str = ""
+    # The class of the language model, if it is another one than the prefix makes.
+    language_class: str = ""
+    # Queries grow with their position (`llama_4_scaling_beta`).
+    scaled_queries: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name in `FAMILIES`."""
+        return f"{self.model_type}/{self.text_type}" if self.text_type else self.model_type
 
     @property
     def classes(self) -> tuple[str, str]:
         """(language model, sequence classifier): the values of `architectures` that we convert."""
-        return f"{self.class_prefix}ForCausalLM", f"{self.class_prefix}ForSequenceClassification"
+        language = self.language_class or f"{self.class_prefix}ForCausalLM"
+        return language, f"{self.class_prefix}ForSequenceClassification"
 
     def expand(
         self, layer_kinds: Sequence[Collection[str]], num_experts: int, *, mtp: bool = False

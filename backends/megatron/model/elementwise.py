@@ -50,7 +50,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_heads(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, heads, d] and k [T, groups, d].
+    """Rotate q [T, heads, d] and k [T, groups, d], and scale q where the model does.
 
     Interleaved pairs come out in halves, in q and k alike, so that their products are the same.
     """
@@ -60,7 +60,10 @@ def rotate_heads(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Te
         if angles.interleaved:
             x = torch.cat((x[..., 0:rotated:2], x[..., 1:rotated:2], x[..., rotated:]), -1)
         found.append(rotate(x, angles.cos, angles.sin))
-    return found[0], found[1]
+    query, key = found
+    if angles.query_scale is not None:
+        query = query * angles.query_scale.to(query.dtype)
+    return query, key
 
 
 class _SwiGLU(torch.autograd.Function):

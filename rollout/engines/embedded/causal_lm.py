@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from rlcore.errors import ModelError
 from rlcore.weights import DTYPES, add_product
-from rollout.engines.checks import model_config
+from rollout.engines.checks import language_config
 from rollout.engines.embedded.routed_experts import ExpertTap
 
 ATTENTION = "rlcore_kv_cache"
@@ -213,7 +213,7 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attention)
-    config = model_config(path)
+    config = language_config(path)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ModelError(
             f"{path}: the embedded engine does not do sliding-window attention; use"

@@ -155,8 +155,16 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     transformers stacks experts, and gate on up; the weights of experts are views of these.
     """
-    model_type = getattr(getattr(module, "config", None), "model_type", None)
-    mixtral = model_type in ("mixtral", "minimax_m2")
+    config = getattr(module, "config", None)
+    alone, inside = getattr(config, "published_prefix", ("", ""))
+    mixtral = getattr(config, "model_type", None) in ("mixtral", "minimax_m2")
+    for name, tensor in _alone(module, mixtral=mixtral):
+        has_prefix = name.startswith(alone)
+        yield inside + name.removeprefix(alone) if has_prefix else name, tensor
+
+
+def _alone(module: nn.Module, *, mixtral: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under the names of a language model's own folder."""
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in module.named_parameters():
         published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name

@@ -18,7 +18,7 @@ import torch
 from rlcore.adapter_folder import AdapterFolder
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import EngineFailed, RlcoreError
-from rollout.engines.checks import ExpertLayers, model_config
+from rollout.engines.checks import ExpertLayers, language_config
 from rollout.weight_sync.adapter import PackedAdapter, pack
 
 Control = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -38,7 +38,7 @@ def linear_layers(model: str) -> set[str]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(model_config(model), trust_remote_code=False)
+        module = AutoModelForCausalLM.from_config(language_config(model), trust_remote_code=False)
     names = {
         name.rpartition(".")[2]
         for name, layer in module.named_modules()

@@ -25,7 +25,7 @@ from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
 
 # Model types whose classes in SGLang have a separate head, whatever config.json says.
-UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
+UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite"})
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 

@@ -45,9 +45,11 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": None}, "seed_oss": {"head_dim": 8}, "smollm3": {},
+    "ministral3": {"head_dim": 8, "max_position_embeddings": 32768},
     "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**QWEN_MOE, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -67,6 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
     } for name in LATENT},
 }  # fmt: skip
 SIGMOID = (*LATENT, "glm4_moe")
+WINDOWED = ("mixtral", "mistral", "ministral3")
 # Of which transformers rotates a part of each head.
 PARTIAL = ("glm4_moe", "minimax_m2")
 ROPES: dict[str, dict[str, Any]] = {
@@ -106,7 +109,10 @@ def ropes_of(family: str) -> dict[str, dict[str, Any]]:
     pairs = 2 if family in PARTIAL else 4
     long = ROPES["longrope"]
     cut = {key: long[key][:pairs] for key in ("short_factor", "long_factor")}
-    return {**ROPES, "longrope": {**long, **cut}}
+    found = {**ROPES, "longrope": {**long, **cut}}
+    if family == "ministral3":
+        return {kind: {**rope, "llama_4_scaling_beta": 0.25} for kind, rope in found.items()}
+    return found
 
 
 def theirs(config: dict[str, Any]) -> PretrainedConfig | None:
@@ -149,6 +155,8 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         "norms": family in ("qwen3", "qwen3_moe")
         or (family == "glm4_moe" and config.use_qk_norm),
         "bias": getattr(config, "attention_bias", False) or family in ("qwen2", "qwen2_moe"),
+        "rotates": [bool(x) for x in getattr(config, "no_rope_layers", None) or ()]
+        or [True] * config.num_hidden_layers,
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
         "rope": [rope["rope_type"], *meant_angles(config)],
         "windows": [
@@ -168,7 +176,7 @@ def meant_angles(config: PretrainedConfig) -> list[Any]:
         partial = config.model_type in PARTIAL
         module: Any = Glm4MoeRotaryEmbedding if partial else LlamaRotaryEmbedding
         one, factor = module.compute_default_rope_parameters(config)
-        return [one.tolist(), one.tolist(), factor]
+        return [one.tolist(), one.tolist(), factor, 0.0]
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     # The functions read `head_dim` without a default.
     config.head_dim = getattr(config, "head_dim", None) or (
@@ -176,7 +184,7 @@ def meant_angles(config: PretrainedConfig) -> list[Any]:
     )
     one, factor = compute(config)
     long, _ = compute(config, seq_len=rope.get("original_max_position_embeddings", 0) + 1)
-    return [one.tolist(), long.tolist(), factor]
+    return [one.tolist(), long.tolist(), factor, rope.get("llama_4_scaling_beta", 0.0)]
 
 
 def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
@@ -223,8 +231,7 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
 def ours(arch: Architecture) -> dict[str, Any]:
     """The same of an architecture."""
     t = arch.transformer
-    (rope,) = {*arch.ropes}
-    assert rope is not None
+    (rope,) = {*arch.ropes} - {None} or {None}
     assert len(arch.ropes) == t["num_layers"]
     found = {
         "vocab_size": arch.vocab_size, "hidden_size": t["hidden_size"],
@@ -232,11 +239,14 @@ def ours(arch: Architecture) -> dict[str, Any]:
         "heads": t["num_attention_heads"], "groups": t["num_query_groups"],
         "positions": arch.max_position_embeddings, "epsilon": t["layernorm_epsilon"],
         "tied": arch.tie_word_embeddings, "head_dim": t["kv_channels"],
-        "norms": t["qk_layernorm"], "bias": t["add_qkv_bias"], "windows": [*arch.windows],
-        "rope": [
+        "norms": t["qk_layernorm"], "bias": t["add_qkv_bias"],
+        "windows": [*(arch.windows or [None] * arch.num_layers)],
+        "rotates": [one is not None for one in arch.ropes],
+        "rope": rope and [
             rope.kind,
             *(inverse_frequencies(rope, long=long).tolist() for long in (False, True)),
             rope.attention_factor,
+            rope.query_beta,
         ],
     }  # fmt: skip
     if arch.num_experts:
@@ -253,6 +263,7 @@ def ours(arch: Architecture) -> dict[str, Any]:
             "scale": t["moe_router_topk_scaling_factor"],
         }  # fmt: skip
     if arch.latent_attention:
+        assert rope is not None
         found |= {
             "rotary": t["qk_pos_emb_head_dim"], "interleave": rope.interleaved,
             "ranks": [t["q_lora_rank"], t["kv_lora_rank"], t["v_head_dim"]],
@@ -263,16 +274,17 @@ def ours(arch: Architecture) -> dict[str, Any]:
 def converted(config: PretrainedConfig) -> bool:
     """Whether a model of transformers' configuration has nothing that we do not convert."""
     has = {field.name: getattr(config, field.name) for field in fields(config)}
-    biased = {"glm4_moe": (True, False), "gpt_oss": (True,)}
+    biased = {"glm4_moe": (True, False), "seed_oss": (True, False), "gpt_oss": (True,)}
     kinds = {"full_attention", "indexed_attention"}
     if config.model_type == "gpt_oss":
         kinds.add("sliding_attention")
     windows = has.get("use_sliding_window") or (
-        config.model_type == "mixtral" and config.sliding_window is not None
+        config.model_type in WINDOWED and config.sliding_window is not None
     )
     return (
         config.hidden_act == "silu"
         and has.get("attention_bias", False) in biased.get(config.model_type, (False,))
+        and not has.get("attention_out_bias")
         and not has.get("mlp_bias")
         and has.get("qkv_bias", True)
         and not windows
@@ -304,7 +316,11 @@ def check(folder: Path, config: dict[str, Any], named: str | None = None) -> boo
         return False
     assert expected is not None, f"transformers refuses {config}"
     assert converted(expected), config
-    assert ours(arch) == meant(expected), config
+    got = ours(arch)
+    wanted = meant(expected)
+    if not any(wanted["rotates"]):
+        wanted["rope"] = None
+    assert got == wanted, config
     if arch.head == "value":
         assert expected.num_labels == 1
         assert expected.problem_type != "single_label_classification"
@@ -350,6 +366,8 @@ def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_path: Path) -> None:
     kinds = ("default", "yarn") if family in LATENT else tuple(ROPE)
+    if family == "ministral3":
+        kinds = ("llama3", "yarn", "longrope")
     for kind, rope in ropes_of(family).items():
         config = base(family) | {"max_position_embeddings": 8192 if kind == "llama3" else 64}
         assert check(tmp_path, {**config, spelling: rope}, "rope_type") == (kind in kinds)
@@ -392,7 +410,10 @@ def test_two_fields_together(family: str, tmp_path: Path) -> None:
 
 @every_family
 def test_two_spellings_of_rotary_positions(family: str, tmp_path: Path) -> None:
-    rope = ROPES["default"]
+    rope = {
+        **ropes_of(family)["yarn" if family == "ministral3" else "default"],
+        "rope_theta": 500.0,
+    }
     both = {**base(family), "rope_scaling": rope, "rope_parameters": rope}
     assert check(tmp_path, both)
     assert check(tmp_path, {**both, "rope_theta": 500})

@@ -120,8 +120,8 @@ YARN = CONFIG["rope_scaling"]
         ),
         ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 leave no layer with experts"),
         (
-            {"model_type": "kimi_k2"},
-            "DeepseekV3ForCausalLM with model_type 'kimi_k2' is not converted",
+            {"model_type": "kimi_linear"},
+            "DeepseekV3ForCausalLM with model_type 'kimi_linear' is not converted",
         ),
     ],
 )
