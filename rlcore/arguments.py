@@ -193,7 +193,10 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     presets = ("addition", "ascii")
     text = "where the defaults come from"
     sub.add_argument("--preset", choices=presets, default="addition", help=text)
-    families = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
+    families = (
+        *("qwen3", "qwen2", "llama", "mistral", "ministral3", "seed_oss", "smollm3"),
+        *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+    )
     sub.add_argument("--family", choices=families)
     text = "what the tokenizer knows, one token a character"
     sub.add_argument("--alphabet", metavar="CHARACTERS", help=text)

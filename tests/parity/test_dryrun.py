@@ -115,6 +115,35 @@ CASES = [
         32,
     ),
     Case(("models/grpo.yaml",), "Llama-3.1-8B", 2, ("model.dtype=fp32", CUT, *SHORT), 2),
+    # Families with the layers of others, in a layout of each.
+    *(
+        Case(("models/grpo.yaml",), name, 4, (f"policy.parallel={layout}",), 8)
+        for name, layout in (
+            ("Mistral-Nemo-12B", "{tensor: 4, sequence: true}"),
+            ("Ministral-3-8B", "{tensor: 2, context: 2, sequence: true}"),
+            ("Seed-OSS-36B", "{tensor: 4, pipeline: 2, sequence: true}"),
+            ("SmolLM3-3B", "{tensor: 1, pipeline: 2, sequence: false}"),
+        )
+    ),
+    *(
+        Case(
+            ("models/grpo.yaml",),
+            name,
+            4,
+            (
+                f"policy.parallel={{tensor: {tp}, expert: {ep}, expert_tensor: 1, sequence: true}}",
+                "policy.megatron={recompute_granularity: full, recompute_method: uniform,"
+                " recompute_num_layers: 1}",
+            ),
+            64,
+        )
+        for name, tp, ep in (
+            ("Moonlight-16B-A3B", 2, 8),
+            ("GLM-4.7-Flash", 4, 8),
+            ("Kimi-K2", 8, 64),
+            ("Kimi-K2.5", 8, 64),
+        )
+    ),
     # packs so small that the embedding's gradient is the peak
     Case(
         ("models/grpo.yaml",),
@@ -135,9 +164,8 @@ def cut(folder: Path, model: str, layers: int, **others: object) -> Path:
     """A folder with the sizes of an example, and fewer layers."""
     given = json.loads((EXAMPLES / "models" / model / "config.json").read_text())
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({**given, "num_hidden_layers": layers, **others})
-    )
+    given.get("text_config", given)["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps({**given, **others}))
     return folder
 
 

@@ -5,6 +5,7 @@ Tests, examples and first runs thus need no download.
 
 from __future__ import annotations
 
+import json
 import string
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +19,21 @@ from rlcore.errors import ModelError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3"]
+Family = Literal[
+    "qwen3", "qwen2", "llama", "mistral", "ministral3", "seed_oss", "smollm3", "qwen3_moe",
+    "mixtral", "deepseek_v3", "glm4_moe_lite", "kimi_k2",
+]  # fmt: skip
+LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
+# Of families that need no further fields.
+DENSE_CONFIGS = {
+    "qwen3": "Qwen3Config",
+    "qwen2": "Qwen2Config",
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "ministral3": "Ministral3Config",
+    "seed_oss": "SeedOssConfig",
+    "smollm3": "SmolLM3Config",
+}
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -92,7 +107,7 @@ class ModelSpec:
             f"experts_per_token: got {self.experts_per_token}, more than the {self.experts}"
             " experts": self.experts_per_token > self.experts,
             f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its two"
-            " best": self.family == "deepseek_v3" and self.experts < 2,
+            " best": self.family in LATENT and self.experts < 2,
             f"alphabet: got {self.alphabet!r}, expected one character or more, each once{which}": (
                 not self.alphabet or twice
             ),
@@ -137,6 +152,8 @@ def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool =
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     model.save_pretrained(folder)
+    if spec.family == "kimi_k2":
+        _rename(folder, "kimi_k2")
     tokenizer.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
@@ -185,12 +202,10 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
         "pad_token_id": pad,
         "bos_token_id": None,
     }
-    # This class derives the head size from hidden / heads.
-    if spec.family == "qwen2":
-        return transformers.Qwen2Config(**sizes)
     head = spec.hidden // spec.heads
     width = max(spec.intermediate // 2, 1)
-    if spec.family == "deepseek_v3":
+    dense = min(1, spec.layers - 1)
+    if spec.family in LATENT:
         # A dense first layer and one group of experts.
         latent = {
             "num_key_value_heads": spec.heads,
@@ -204,12 +219,18 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
             "n_shared_experts": 1,
             "n_group": 1,
             "topk_group": 1,
-            "first_k_dense_replace": min(1, spec.layers - 1),
+            "first_k_dense_replace": dense,
             "num_nextn_predict_layers": 0,
             "moe_intermediate_size": width,
         }
+        if spec.family == "glm4_moe_lite":
+            del latent["first_k_dense_replace"]
+            kinds = ["dense"] * dense + ["sparse"] * (spec.layers - dense)
+            return transformers.Glm4MoeLiteConfig(**sizes | latent, mlp_layer_types=kinds)
         return transformers.DeepseekV3Config(**sizes | latent)
-    sizes["head_dim"] = head
+    # Two classes derive the head size from hidden / heads.
+    if spec.family not in ("qwen2", "smollm3"):
+        sizes["head_dim"] = head
     experts = {"num_experts_per_tok": spec.experts_per_token, "num_local_experts": spec.experts}
     if spec.family == "qwen3_moe":
         return transformers.Qwen3MoeConfig(
@@ -217,5 +238,13 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
         )
     if spec.family == "mixtral":
         return transformers.MixtralConfig(**{**sizes, **experts, "intermediate_size": width})
-    is_llama = spec.family == "llama"
-    return (transformers.LlamaConfig if is_llama else transformers.Qwen3Config)(**sizes)
+    if spec.family == "mistral":
+        sizes["sliding_window"] = None
+    return getattr(transformers, DENSE_CONFIGS[spec.family])(**sizes)
+
+
+def _rename(folder: Path, model_type: str) -> None:
+    """Give a folder the `model_type` of a family that transformers has by another name."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), "model_type": model_type}
+    path.write_text(json.dumps(config, indent=2) + "\n")

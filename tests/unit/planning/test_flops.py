@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from backends.megatron.convert.architecture import weight_tensors
 from backends.megatron.convert.read import read_architecture
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch, UpdateResult
@@ -36,6 +38,23 @@ def test_the_example_models_have_the_published_number_of_weights() -> None:
     moe = shapes["Qwen3-30B-A3B"]
     active = moe.active_parameters + moe.vocab * moe.hidden
     assert active / 1e9 == pytest.approx(3.35, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Mistral-Nemo-12B", 12.25), ("SmolLM3-3B", 3.08), ("Seed-OSS-36B", 36.15),
+        ("Moonlight-16B-A3B", 15.96), ("GLM-4.7-Flash", 29.9), ("Kimi-K2", 1026),
+        # without the vision tower
+        ("Ministral-3-8B", 8.49), ("Kimi-K2.5", 1026), ("DeepSeek-V3", 671),
+    ],
+)  # fmt: skip
+def test_so_have_the_other_families(name: str, billions: float) -> None:
+    arch = read_architecture(EXAMPLES / name, weights=False)
+    assert arch.shape.parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    published = sum(math.prod(shape) for _, shape, _ in weight_tensors(arch, "bfloat16", "lm"))
+    # A plan leaves out the bias of the routers.
+    assert arch.shape.parameters == pytest.approx(published, rel=1e-4)
 
 
 def test_forward_flops_of_a_dense_model() -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from backends.megatron.convert.architecture import weight_tensors
+from backends.megatron.convert.read import read_architecture
 from rlcore import cli
 from rlcore.errors import ModelError, UserError
 from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
@@ -54,12 +58,23 @@ def test_a_chat_is_its_contents(tiny_model):
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "qwen2", "llama", "deepseek_v3", "mistral", "ministral3", "seed_oss", "smollm3",
+     "glm4_moe_lite", "kimi_k2"],
+)  # fmt: skip
 @pytest.mark.parametrize("tied", [True, False])
 def test_families(tmp_path, family, tied):
     count = init_model(tmp_path, ModelSpec(family=family, tied=tied, **SMALL))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.config.model_type == family
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+    arch = read_architecture(tmp_path)
+    assert arch.family == family
+    # transformers has this family by another name
+    known = {"kimi_k2": "deepseek_v3"}.get(family, family)
+    config = CONFIG_MAPPING[known].from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    names = {name for name, _, _ in weight_tensors(arch, "float32", "lm")}
+    assert names == load_file(tmp_path / "model.safetensors").keys()
     assert sum(p.numel() for p in model.parameters()) == count
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
     assert model.generation_config.eos_token_id == 1
