@@ -30,7 +30,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
-    "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "max_position_embeddings": 64, "tie_word_embeddings": False, "pad_token_id": None,
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -74,7 +74,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", LATENT),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True}),
+    "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),
+    "ministral3": (
+        "Ministral3",
+        {
+            **GROUPED,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "seed_oss": ("SeedOss", GROUPED),
+    "smollm3": ("SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}},
+    ),
 }
+
+
+# Folders of these models' weights: the model, fields of `config.json`, and whether it is the
+# language model of a larger one.
+RENAMED: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "mimo": ("qwen2", {"model_type": "mimo", "architectures": ["MiMoForCausalLM"],
+        "attention_bias": True}, False),
+    "kimi_k2": ("deepseek_v3", {"model_type": "kimi_k2"}, False),
+    "kimi_k25": ("deepseek_v3", {"model_type": "kimi_k25"}, True),
+    "mistral3/mistral": ("mistral", {"model_type": "mistral3"}, True),
+    "mistral3/ministral3": ("ministral3", {"model_type": "mistral3"}, True),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +122,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if "inv_freq" not in key:
                     weight.normal_(1.0 if "norm" in key else 0.0, 0.15)
         model.to(torch.bfloat16).save_pretrained(folder / name)
-    write_mimo(folder / "mimo", folder / "qwen2")
+    for name in RENAMED:
+        write_renamed(name, folder)
     return folder
 
 
-def write_mimo(folder: Path, source: Path) -> None:
-    """Qwen2's weights under the name of MiMo, with a layer that is left out."""
-    config = json.loads((source / "config.json").read_text())
-    folder.mkdir()
-    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(2, 2)
-    save_file(tensors, folder / "model.safetensors")
+def write_renamed(name: str, models: Path) -> None:
+    """A model's weights under other names, for MiMo with a layer that is left out."""
+    source, fields, inside = RENAMED[name]
+    config = json.loads((models / source / "config.json").read_text())
+    tensors = load_file(models / source / "model.safetensors")
+    if name == "mimo":
+        tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(2, 2)
+    if inside:
+        config = {"text_config": config}
+        tensors = {f"language_model.{key}": tensor for key, tensor in tensors.items()}
+    (models / name).mkdir(parents=True)
+    (models / name / "config.json").write_text(json.dumps({**config, **fields}))
+    save_file(tensors, models / name / "model.safetensors")
 
 
 def check_all(
