@@ -36,7 +36,8 @@ from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.trainer.objective import Objective
 from rlcore.weights import DTYPES
 from rollout.engines.embedded import causal_lm
-from rollout.engines.embedded.causal_lm import CausalLM, KVCache
+from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.causal_lm import CausalLM
 from rollout.engines.embedded.decoding import Decoding, Slot
 from rollout.engines.embedded.sampling import draw
 
@@ -91,12 +92,11 @@ class Engine:
 
     @torch.inference_mode()
     def _decoded(self, tokens: Tensor, prompt: int) -> Tensor:
-        cache = KVCache(len(tokens))
+        cache = Cache(len(tokens))
         found = []
         start = 0
         for end in range(prompt, len(tokens)):
-            positions = torch.arange(start, end)[None]
-            logits = self.model.forward(tokens[None, start:end].long(), positions, None, cache)
+            logits = self.model.forward(tokens[None, start:end].long(), cache)
             found.append(sampled(logits, tokens[end : end + 1]))
             start = end
         return torch.cat(found)

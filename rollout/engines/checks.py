@@ -58,7 +58,13 @@ def model_config(folder: str) -> PretrainedConfig:
 
 # The beginning of the tensors' names in a language model of transformers, and in a folder of the
 # larger model.
-_PREFIXES = {"mistral3": ("", "language_model."), "kimi_k25": ("", "language_model.")}
+_PREFIXES = {
+    "mistral3": ("", "language_model."),
+    "kimi_k25": ("", "language_model."),
+    "qwen3_5": ("model.", "model.language_model."),
+    "qwen3_5_moe": ("model.", "model.language_model."),
+    "nemotron_h": ("model.", "backbone."),
+}
 
 
 def language_config(folder: str) -> PretrainedConfig:
@@ -70,10 +76,12 @@ def language_config(folder: str) -> PretrainedConfig:
     """
     config = model_config(folder)
     text: PretrainedConfig | None = getattr(config, "text_config", None)
-    if text is None:
-        return config
     given = read_config(folder)
-    text.published_prefix = _PREFIXES.get(str(given["model_type"]), ("", ""))
+    prefix = _PREFIXES.get(str(given["model_type"]), ("", ""))
+    if text is None:
+        config.published_prefix = prefix
+        return config
+    text.published_prefix = prefix
     tied = "tie_word_embeddings"
     # The larger model's default is not that of its language model.
     if tied in given and tied not in given["text_config"]:

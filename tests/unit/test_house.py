@@ -42,8 +42,9 @@ BUDGETS = {
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
-    # SGLang, embedded, external; contract; adapters, heads, drafts, text models
-    "rollout/engines": 7_370,
+    # SGLang, embedded, external; contract; adapters, heads, drafts, text models; 200 for states,
+    # windows and sinks
+    "rollout/engines": 7_570,
     "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges

@@ -6,7 +6,7 @@ Prompts are padded on the left, so that every row's newest token is in the same 
     row 0       . . a b | x y eos       pad 2
     row 1       c d e f | z w v         pad 0
 
-Each prompt is run through the model once; its keys and values are then copied to its samples. A
+Each prompt is run through the model once; its part of the cache is then copied to its samples. A
 response that continues a prefix has its own text, prompt and prefix; its tokens are only the new
 ones.
 """
@@ -24,7 +24,8 @@ from torch import Tensor
 from rlcore.data.generation import Completion, GenerateRequest, StopStrings
 from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.errors import RunFailed
-from rollout.engines.embedded.causal_lm import BLOCK, CausalLM, KVCache
+from rollout.engines.embedded.cache import BLOCK, Cache
+from rollout.engines.embedded.causal_lm import CausalLM
 from rollout.engines.embedded.routed_experts import ExpertLog, stacked
 from rollout.engines.embedded.sampling import (
     SamplingMaskRecorder,
@@ -108,11 +109,7 @@ class Decoding:
         # (version, first token made by it)
         self.starts: list[tuple[int, int]] = []
         self.aborted = False
-        self._cache: KVCache | None = None
-        # [A], columns left of each prompt
-        self._pads = torch.zeros(rows, dtype=torch.int64, device=device)
-        # [A, 1, 1, columns], -inf over the padding; None when there is none
-        self._key_mask: Tensor | None = None
+        self._cache: Cache | None = None
         self._most_columns = 0
         self._uniforms = torch.zeros(rows, 0, dtype=torch.float64)
 
@@ -144,7 +141,7 @@ class Decoding:
         self._retire(drawn.tokens)
 
     def drop_cache(self) -> None:
-        """Drop keys and values; the next step computes them again from the tokens."""
+        """Drop the cache; the next step computes it again from the tokens."""
         self._cache = None
 
     def abort(self) -> None:
@@ -194,9 +191,6 @@ class Decoding:
         self.alive = torch.ones_like(staying, dtype=torch.bool)
         if self._cache is not None:
             self._cache.select(staying)
-            if self._key_mask is not None:
-                self._pads = self._pads[staying]
-                self._key_mask = self._key_mask[staying]
 
     def _uniform(self) -> Tensor:
         """The random number of each row's next token: float64 [A]."""
@@ -220,7 +214,7 @@ class Decoding:
     # --- the model --------------------------------------------------------------------------------
 
     def _prefill(self) -> Tensor:
-        """Compute keys and values of all tokens so far; return the next tokens' logits [A, V]."""
+        """Fill the cache with all tokens so far; return the next tokens' logits [A, V]."""
         rows = self._row_numbers()
         # Prefill each text once; samples of one request are adjacent.
         if self.made == 0:
@@ -243,11 +237,9 @@ class Decoding:
         at_once = max(1, PREFILL_TOKENS // width)
         capacity = min(self._most_columns, width + BLOCK)
         for start in range(0, len(texts), at_once):
-            piece = KVCache(capacity)
             part = slice(start, start + at_once)
-            logits.append(
-                self._prefill_piece(texts[part], pads[part] if ragged else None, width, piece)
-            )
+            piece = Cache(capacity, pads[part] if ragged else None)
+            logits.append(self._prefill_piece(texts[part], width, piece))
             pieces.append(piece)
         if self.experts is not None:
             experts = torch.cat(self._chosen)
@@ -256,62 +248,32 @@ class Decoding:
             else:
                 self.experts.add_token(experts[:, -1], self.active)
             self._chosen.clear()
-        self._cache = KVCache(capacity)
+        self._cache = Cache(capacity, pads if ragged else None)
         self._cache.fill(pieces)
         source = torch.tensor(copies, device=self.model.device)
         if copies != list(range(len(texts))):
             self._cache.select(source)
-        self._pads = pads[source]
-        self._key_mask = None
-        if ragged:
-            columns = torch.arange(self._most_columns, device=self._pads.device)
-            hidden = columns[None, :] < self._pads[:, None]
-            mask = torch.zeros_like(hidden, dtype=self.model.dtype)
-            self._key_mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
         return torch.cat(logits)[source]
 
-    def _prefill_piece(
-        self, texts: list[NDArray[np.int64]], pads: Tensor | None, width: int, cache: KVCache
-    ) -> Tensor:
+    def _prefill_piece(self, texts: list[NDArray[np.int64]], width: int, cache: Cache) -> Tensor:
         padded = np.zeros((len(texts), width), dtype=np.int64)
         for row, text in zip(padded, texts):
             row[width - len(text) :] = text
-        tokens = torch.from_numpy(padded).to(self.model.device)
-        columns = torch.arange(width, device=self.model.device)
-        if pads is None:
-            return self._forward(tokens, columns[None], None, cache)
-        positions = (columns[None] - pads[:, None]).clamp_(min=0)
-        visible = (columns[None, :] <= columns[:, None]) & (
-            columns[None, None, :] >= pads[:, None, None]
-        )
-        # A padded query sees nothing, which some attention kernels turn into NaN and the values
-        # carry on: let it see itself.
-        visible |= torch.eye(width, dtype=torch.bool, device=self.model.device)
-        mask = torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
-        return self._forward(tokens, positions, mask[:, None], cache)
+        return self._forward(torch.from_numpy(padded).to(self.model.device), cache)
 
-    def _advance(self, cache: KVCache) -> Tensor:
+    def _advance(self, cache: Cache) -> Tensor:
         newest = self.tokens[self._rows, self.made - 1]
-        column = cache.length
-        cache.reserve(column + 1, self._most_columns)
-        if self._key_mask is None:
-            position = torch.full((1, 1), column, device=self.model.device)
-            mask = None
-        else:
-            position = column - self._pads[:, None]
-            mask = self._key_mask[..., : column + 1]
-        logits = self._forward(newest[:, None], position, mask, cache)
+        cache.reserve(cache.length + 1, self._most_columns)
+        logits = self._forward(newest[:, None], cache)
         if self.experts is not None:
             self.experts.add_token(self._chosen.pop()[:, 0], self.active)
         return logits
 
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
+    def _forward(self, tokens: Tensor, cache: Cache) -> Tensor:
         if self.experts is None:
-            return self.model.forward(tokens, positions, mask, cache)
+            return self.model.forward(tokens, cache)
         with self.model.tap.listening() as heard:
-            logits = self.model.forward(tokens, positions, mask, cache)
+            logits = self.model.forward(tokens, cache)
         self._chosen.append(stacked(heard, len(tokens)))
         return logits
 

@@ -57,15 +57,10 @@ class ModelWeights(WeightState):
         """
         super().begin(buckets)
         self._buckets = None
-        specs = [
-            spec
-            for bucket in buckets
-            for spec in unquantised(bucket)
-            if not self._predicts_further(spec.name)
-        ]
+        specs = [spec for bucket in buckets for spec in unquantised(bucket)]
         self._adapts = self.adapters is not None and are_factors(specs)
         if not self._adapts:
-            self._check_layout(specs)
+            self._check_layout([spec for spec in specs if not self._predicts_further(spec.name)])
             if self.adapters is not None:
                 self.adapters.forget()
         elif not self.holds_base:
@@ -89,7 +84,7 @@ class ModelWeights(WeightState):
             into = self.adapters.factors
         with torch.no_grad():
             for name, tensor in dequantised(self.bucket(index).views(flat)):
-                if not self._predicts_further(name):
+                if self._adapts or not self._predicts_further(name):
                     into[name].copy_(tensor)
         self.received(index)
 
@@ -153,33 +148,36 @@ class ModelWeights(WeightState):
 def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the names of a Hugging Face folder.
 
-    transformers stacks experts, and gate on up; the weights of experts are views of these.
+    transformers stacks experts, and gate on up; the weights of experts are views of these. The
+    folders of gpt-oss have them as transformers does.
     """
-    config = getattr(module, "config", None)
-    alone, inside = getattr(config, "published_prefix", ("", ""))
-    mixtral = getattr(config, "model_type", None) in ("mixtral", "minimax_m2")
-    for name, tensor in _alone(module, mixtral=mixtral):
-        has_prefix = name.startswith(alone)
-        yield inside + name.removeprefix(alone) if has_prefix else name, tensor
+    for name, tensor in _alone(module):
+        yield _in_folder(module, name), tensor
 
 
-def _alone(module: nn.Module, *, mixtral: bool) -> Iterator[tuple[str, Tensor]]:
+def _in_folder(module: nn.Module, name: str) -> str:
+    """The name in the folder of the larger model, if the module is a part of one."""
+    alone, inside = getattr(getattr(module, "config", None), "published_prefix", ("", ""))
+    return inside + name.removeprefix(alone) if name.startswith(alone) else name
+
+
+def _alone(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the names of a language model's own folder."""
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    mixtral = model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in module.named_parameters():
         published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         experts, _, kind = published.rpartition(".")
-        # The parameter is [experts, 2 * width, hidden].
-        if kind == "gate_up_proj" and parameter.dim() == 3:
-            for expert, stacked in enumerate(parameter.data):
-                for part, view in zip((gate, up), stacked.chunk(2)):
-                    yield f"{experts}.{expert}.{part}.weight", view
-        elif kind == "down_proj" and parameter.dim() == 3:
-            # The parameter is [experts, hidden, width].
-            for expert, view in enumerate(parameter.data):
-                yield f"{experts}.{expert}.{down}.weight", view
-        else:
+        if parameter.dim() != 3 or not experts.endswith(".experts") or model_type == "gpt_oss":
             yield published, parameter
+            continue
+        # gate_up_proj is [experts, 2 * width, hidden], up_proj [experts, width, hidden], and
+        # down_proj [experts, hidden, width].
+        parts = {"gate_up_proj": (gate, up), "up_proj": (up,), "down_proj": (down,)}[kind]
+        for expert, stacked in enumerate(parameter.data):
+            for part, view in zip(parts, stacked.chunk(len(parts))):
+                yield f"{experts}.{expert}.{part}.weight", view
     yield from saved_buffers(module)
 
 
@@ -194,4 +192,8 @@ def aliases(module: nn.Module) -> dict[str, str]:
     """Return {other name of a tied parameter: the name it is published under}."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
+    return {
+        _in_folder(module, name): _in_folder(module, first[id(parameter)])
+        for name, parameter in every
+        if name != first[id(parameter)]
+    }

@@ -20,6 +20,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rollout.engines.checks import language_config
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.decoding import Decoding
 from rollout.engines.embedded.engine import EmbeddedEngine, PauseGate
@@ -81,6 +82,9 @@ def flatten(bucket: Bucket, model: torch.nn.Module) -> torch.Tensor:
 
 async def load(engine: Any, model: torch.nn.Module, version: int) -> None:
     """The steps of a publication between pause and resume."""
+    if isinstance(engine, EmbeddedEngine):
+        held: Any = model
+        held.config.published_prefix = language_config(engine.model_path).published_prefix
     buckets = layout(model)
     await engine.begin_update(buckets)
     for bucket in buckets:

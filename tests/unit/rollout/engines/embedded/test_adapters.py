@@ -13,7 +13,8 @@ from rlcore.adapter_folder import ADAPTER_FILE, SETTINGS_FILE, read_policies
 from rlcore.errors import ModelError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.weights import PEFT_PREFIX, Bucket, TensorSpec, cut_buckets
-from rollout.engines.embedded.causal_lm import CausalLM, KVCache
+from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.causal_lm import CausalLM
 from rollout.engines.embedded.model_weights import ModelWeights
 
 ALPHA = 6.0
@@ -46,7 +47,7 @@ class Held:
     def logits(self) -> torch.Tensor:
         tokens = torch.tensor([[3, 7, 1, 9, 4], [2, 2, 8, 5, 6]])
         with torch.no_grad():
-            return self.model.forward(tokens, torch.arange(5)[None], None, KVCache(8))
+            return self.model.forward(tokens, Cache(8))
 
 
 def layout(tensors: dict[str, torch.Tensor]) -> tuple[Bucket, ...]:

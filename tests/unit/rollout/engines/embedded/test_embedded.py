@@ -9,6 +9,7 @@ from engine_kit import VOCAB, logprobs_under, request, tiny_qwen3, with_engine
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -18,7 +19,8 @@ from transformers import (
 from rlcore.data.generation import StopStrings
 from rlcore.errors import ModelError, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
-from rollout.engines.embedded.causal_lm import CausalLM, KVCache, build_module
+from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.causal_lm import CausalLM, build_module
 from rollout.engines.embedded.engine import plan_slots
 from rollout.engines.embedded.model_weights import as_published
 
@@ -143,7 +145,7 @@ def test_the_logits_of_an_fp32_head_are_not_rounded(tmp_path, tied, dtype):
         hidden = []
         head.register_forward_pre_hook(lambda layer, given, hidden=hidden: hidden.extend(given))
         tokens = torch.tensor([[3, 7, 1, 9], [2, 2, 8, 5]])
-        logits[fp32_head] = model.forward(tokens, torch.arange(4)[None], None, KVCache(4))
+        logits[fp32_head] = model.forward(tokens, Cache(4))
         want = hidden[0][:, -1].double() @ head.weight.double().t()
         error = float((logits[fp32_head] - want).abs().max() / want.abs().max())
         assert (error < 1e-6) is (fp32_head or dtype == "fp32"), error
@@ -346,10 +348,8 @@ def test_broken_weights_are_an_error(model, folder):
 def test_a_model_it_cannot_run_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         with_engine(tmp_path, None, lambda engine: engine.health())
-    tiny_qwen3(
-        use_sliding_window=True, sliding_window=8, max_window_layers=1
-    ).config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="sliding-window"):
+    Llama4TextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="does not do layers of type chunked_attention"):
         with_engine(tmp_path, None, lambda engine: engine.health())
 
 
