@@ -43,8 +43,8 @@ BUDGETS = {
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
     "rollout/conversation": 1_800,  # turns to samples
     # SGLang, embedded, external; contract; adapters, heads, drafts, text models; 200 for states,
-    # windows and sinks
-    "rollout/engines": 7_570,
+    # windows and sinks, 280 for the gated delta rule in SGLang on a CPU
+    "rollout/engines": 7_860,
     "rollout/fleet": 1_780,  # states, routing, probes, restarts
     "rollout/gateway": 850,  # the OpenAI-compatible endpoint
     "rollout/rewards": 4_650,  # graders, workers, services, judges

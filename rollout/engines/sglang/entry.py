@@ -132,6 +132,8 @@ def serve(arguments: list[str], settings: dict[str, Any]) -> None:
         )
         return engine.init_tokenizer_manager(*of)
 
+    if args.device == "cpu":
+        importlib.import_module("stubs").install_mamba_cache()
     args.resolve_once()
     if in_turn(args):
         load_beside("patches").install_in_server(load_beside("../bucket_turns"))
@@ -155,6 +157,9 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     # SGLang's FP8 kernels for the CPU need AMX.
     if args.device == "cpu" and args.quantization == "fp8":
         importlib.import_module("stubs").install_fp8()
+    if args.device == "cpu":
+        importlib.import_module("stubs").install_gated_delta_rule()
+        importlib.import_module("stubs").install_shared_expert_gate()
     if args.device == "cpu" and args.attn_dp_size > 1:
         importlib.import_module("stubs").install_data_parallel_attention()
     patches = load_beside("patches")

@@ -244,6 +244,9 @@ class ManagedServer(ChildServer):
             ).items()
             if name not in NOT_FOR_ENGINES or name in self.config.environment
         }
+        # Inputs of convolutions are bf16 by default, whatever the model's dtype.
+        dtype = DTYPES[self.config.dtype or self._dtype]
+        variables.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
         if on_gpu:
             variables |= gpu_environment(self.config, variables)
         else:

@@ -6,6 +6,7 @@ one is installed, since its folder is last on the path.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,37 @@ def install_fp8() -> None:
 
     fp8._is_cpu = False
     fp8.dispatch_w8a8_block_fp8_linear = lambda **_: linear
+
+
+def install_mamba_cache() -> None:
+    """Let SGLang keep the states of linear attention without buffers that a CPU does not have.
+
+    It then also schedules a batch after the last one has ended.
+    """
+    from sglang.srt.arg_groups import overrides
+
+    overrides.supports_mamba_cache_extra_buffer = lambda *_: False
+
+
+def install_gated_delta_rule() -> None:
+    """Let SGLang's layers with a gated delta rule run on the functions of our `sgl_kernel`."""
+    importlib.import_module("sgl_kernel")
+    from sglang.kernels.ops.attention.fla import layernorm_gated
+
+    # SGLang takes this norm's operator only with AMX, and Triton's kernel otherwise.
+    layernorm_gated._use_cpu = hasattr(torch.ops.sgl_kernel, "fused_rmsnorm_gated_cpu")
+
+
+def install_shared_expert_gate() -> None:
+    """Give SGLang the gate of Qwen's shared experts, of which it has Triton's kernel alone."""
+    from sglang.kernels.ops.elementwise import elementwise
+
+    def add_gated(
+        hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, total: torch.Tensor
+    ) -> None:
+        total += torch.sigmoid(hidden @ gate)[:, None] * shared
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
 
 
 def install_data_parallel_attention() -> None:

@@ -280,6 +280,12 @@ def test_the_engines_environment_is_its_own(
     variables = server(tmp_path, folder, threads=3)._environment()
     assert not {"PYTHONPATH", "RANK", "MASTER_PORT", API_KEY, ADMIN_KEY} & set(variables)
     assert (variables["OMP_NUM_THREADS"], variables["SGLANG_USE_CPU_ENGINE"]) == ("3", "1")
+    # SGLang's default would round the inputs of convolutions of an fp32 model.
+    dtypes = [
+        server(tmp_path, folder, dtype=dtype)._environment()["SGLANG_MAMBA_CONV_DTYPE"]
+        for dtype in ("fp32", "bf16")
+    ]
+    assert dtypes == ["float32", "bfloat16"]
     assert (
         server(tmp_path, folder, device="cuda", gpus=["2", "3"])._environment()[
             "CUDA_VISIBLE_DEVICES"
