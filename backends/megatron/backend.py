@@ -40,6 +40,7 @@ with importing_megatron():
         layers_of,
     )
     from backends.megatron.model.moe import forget_tokens, mean_losses
+    from backends.megatron.model.recurrent.delta_rule import chosen_kernels
     from backends.megatron.parallel.state import (
         connect_groups,
         destroy_parallel,
@@ -433,6 +434,7 @@ class MegatronBackend:
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
             "prefixes": str(self._prefixes()),
             "layers": str(layers),
+            **chosen_kernels(self.policy.arch, self.device, dtype),
             **({"kernels": fused_kernels(self.device)} if self.device.type == "cuda" else {}),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join([policy, *self.frozen, *critic]),
@@ -445,10 +447,8 @@ class MegatronBackend:
 
     def _prefixes(self) -> PrefixSharing:
         # A frozen model that is swapped into the policy has the policy's positions.
-        held = (*self.frozen.values(), *self._trained.values())
-        models = [model for model in held if isinstance(model, Model)]
-        by_length = any(rope and rope.by_length for model in models for rope in model.arch.ropes)
-        return choose_prefix_sharing(self.config, self._layers(), by_length=by_length)
+        reasons = (model.arch.why_whole for model in self._own_models)
+        return choose_prefix_sharing(self.config, self._layers(), next(filter(None, reasons), None))
 
     def close(self) -> None:
         """Release the models and Megatron's groups, and the process group if it was made here."""

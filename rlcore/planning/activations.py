@@ -6,11 +6,13 @@ The tests in tests/parity compare the estimates with real tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil, isqrt
 
 from rlcore.planning.memory import Layout, Load, Recompute, padded_vocab_size
 from rlcore.planning.shape import ModelShape
+
+# Tokens of a chunk of the gated delta rule.
+CHUNK = 64
 
 
 def training_bytes(
@@ -67,6 +69,11 @@ def scoring_bytes(
     if adapted:
         # The first product, its adapter's, and what both are made of.
         moments.append(b * t * (4 * width + 2 * shape.hidden) + residual)
+    if (layer := shape.recurrent) is not None:
+        # The end of the rule, where its outputs are joined and sorted: in fp32.
+        keys = layer.state / layer.values * layer.heads
+        rule = 4 * (3 * keys + 4 * layer.values + CHUNK * layer.heads) + b * layer.values
+        moments.append(t * (rule + b * 2 * layer.width) / layout.tensor + residual)
     if shape.moe_layers:
         rows = s * shape.topk * layout.expert_tensor * load.routing_skew
         experts = b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load)
@@ -146,10 +153,9 @@ def _of_chunks(
     backward = []
     for chunk in layout.chunks(shape, stage):
         total = most = rotary
-        layers = {kind: replace(chunk, layers=1, expert_layers=(kind,)) for kind in (False, True)}
-        kinds = chunk.expert_layers or (False,) * chunk.layers
+        layers = chunk.layer_kinds()
         for indices, recompute in _runs(layout, chunk.layers):
-            run = [layers[kinds[k]] for k in indices]
+            run = [layers[k] for k in indices]
             kept = [_layer_bytes(layer, layout, load, recompute) for layer in run]
             more = sum(_layer_bytes(layer, layout, load, "none") for layer in run)
             if recompute == "full":
@@ -235,7 +241,8 @@ def _layer_bytes(layer: ModelShape, layout: Layout, load: Load, recompute: Recom
     total = 2 * (residual + 4 * s + _normalised(s * layer.hidden, load))
     # The input of the QKV projection.
     total += residual
-    total += _attention_bytes(layer, layout, load, t, again="core_attn" in recompute)
+    mixer = _recurrent_bytes if any(layer.recurrent_layers) else _attention_bytes
+    total += mixer(layer, layout, load, t, again="core_attn" in recompute)
     # The input of the MLP.
     total += residual
     if layer.moe_layers:
@@ -289,6 +296,30 @@ def _attention_bytes(
     total += 4 * t * shape.heads / tp
     # Sine and cosine in the model's dtype, twice.
     return total + (2 * b * t * d if b < 4 else 0)
+
+
+def _recurrent_bytes(
+    shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool
+) -> float:
+    """Return what a layer with a gated delta rule keeps, if torch computes it in chunks."""
+    layer = shape.recurrent
+    assert layer is not None
+    b = load.dtype_bytes
+    convolved = layer.width - layer.values - 2 * layer.heads
+    # The input of the output projection, and the projection: the gates are a view of it.
+    total: float = b * (layer.values + layer.width)
+    if not again:
+        # The input of the convolution, and its output before and after silu; the norm's input.
+        total += b * (3 * convolved + layer.values)
+        keys = layer.state / layer.values
+        # In fp32, in each head: four matrices of a chunk, queries, keys and corrections by their
+        # decays, values, corrections with and without a state, and the state at the chunk's start.
+        of_head = 4 * CHUNK + 3 * keys + 3 * layer.values / layer.heads
+        # In each key head: queries and keys as they are and normalised, and two matrices.
+        of_key_head = 2 * CHUNK + 4 * keys
+        key_heads = (convolved - layer.values) / (2 * keys)
+        total += 4 * (layer.heads * of_head + key_heads * of_key_head + layer.state / CHUNK)
+    return t * total / layout.tensor
 
 
 def _normalised(elements: float, load: Load) -> float:

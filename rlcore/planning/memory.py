@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.planning.shape import ModelShape
@@ -71,12 +71,7 @@ class Layout:
 
     def of_stage(self, shape: ModelShape, stage: int) -> ModelShape:
         """Return the shape of all layers of a pipeline stage, over its chunks."""
-        chunks = self.chunks(shape, stage)
-        return replace(
-            shape,
-            layers=sum(chunk.layers for chunk in chunks),
-            expert_layers=sum((chunk.expert_layers for chunk in chunks), ()),
-        )
+        return shape.joined(self.chunks(shape, stage))
 
     def repeated(self, shape: ModelShape, stage: int) -> list[ModelShape]:
         """Return, for each chunk of a stage, the layers that full recomputation repeats."""
@@ -139,7 +134,7 @@ def rank_weights(
     here = layout.of_stage(shape, stage)
     moe = here.moe_layers
     tp = layout.tensor
-    dense = here.layers * (shape.attention / tp + shape.norms)
+    dense = here.mixers / tp + here.norms
     dense += (here.layers - moe) * shape.mlp / tp + moe * (shape.shared / tp + shape.router)
     vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, tp) * shape.hidden / tp
     first = stage == 0

@@ -140,7 +140,7 @@ def _engine(option: Option, shape: ModelShape, published: Publication, capacity:
             f" {gib(state - left)} too much; raise rollout.engine.tensor_parallel"
         )
     heads = shape.groups / min(tensor, shape.groups)
-    per_token = 2 * shape.layers * heads * shape.head_dim * published.engine_dtype_bytes
+    per_token = 2 * shape.attention_layers * heads * shape.head_dim * published.engine_dtype_bytes
     return f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 

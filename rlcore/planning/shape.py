@@ -22,6 +22,39 @@ class CostModel:
 
 
 @dataclass(frozen=True)
+class RecurrentShape:
+    """A layer with a gated delta rule, in the place of attention."""
+
+    matrices: int  # entries of its projections
+    vectors: int  # weights of the convolution and of heads, which tensor parallelism divides
+    norm: int  # weights of the norm, whole on every tensor-parallel rank
+    heads: int  # of values
+    width: int  # rows of the input projection
+    values: int  # columns of the output projection
+    state: int  # entries of the state of a sequence
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> RecurrentShape:
+        """Make a shape from Megatron's `linear_*` fields."""
+        hidden = int(fields["hidden_size"])
+        heads = int(fields["linear_num_value_heads"])
+        value_dim = int(fields["linear_value_head_dim"])
+        key_dim = int(fields["linear_key_head_dim"])
+        values = heads * value_dim
+        convolved = 2 * int(fields["linear_num_key_heads"]) * key_dim + values
+        width = convolved + values + 2 * heads
+        return cls(
+            matrices=hidden * (width + values),
+            vectors=convolved * int(fields["linear_conv_kernel_dim"]) + 2 * heads,
+            norm=value_dim,
+            heads=heads,
+            width=width,
+            values=values,
+            state=values * key_dim,
+        )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder with rotary attention over grouped heads, and layers of gated MLPs or experts."""
 
@@ -44,6 +77,9 @@ class ModelShape:
     shared_gate: bool = False
     expert_layers: tuple[bool, ...] = ()  # whether each layer has experts; empty: no layer has
     latent: int = 0  # weights of a layer's latent attention (MLA), which replace Q, K, V and output
+    output_gate: bool = False  # each query head has a gate, as wide as the head
+    recurrent: RecurrentShape | None = None
+    recurrent_layers: tuple[bool, ...] = ()  # as `expert_layers`
 
     @classmethod
     def of_fields(
@@ -59,6 +95,7 @@ class ModelShape:
         layers = int(fields["num_layers"])
         experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
+        recurrent = fields.get("linear_attention_freq") or ()
         has_experts = map(bool, every if isinstance(every, list) else [True] * layers)
         return cls(
             layers=layers,
@@ -80,13 +117,34 @@ class ModelShape:
             expert_layers=tuple(has_experts)[:layers] if experts else (),
             latent=latent,
             norm_over_heads=norm_over_heads,
+            output_gate=bool(fields.get("attention_output_gate")),
+            recurrent=RecurrentShape.of_fields(fields) if recurrent else None,
+            recurrent_layers=tuple(map(bool, recurrent)),
         )
 
     def of_layers(self, layers: range) -> ModelShape:
         """Return the shape of some of the layers."""
+        here = slice(layers.start, layers.stop)
         return replace(
-            self, layers=len(layers), expert_layers=self.expert_layers[layers.start : layers.stop]
+            self,
+            layers=len(layers),
+            expert_layers=self.expert_layers[here],
+            recurrent_layers=self.recurrent_layers[here],
         )
+
+    def joined(self, parts: Iterable[ModelShape]) -> ModelShape:
+        """Return the shape of the layers of several parts together."""
+        known = list(parts)
+        return replace(
+            self,
+            layers=sum(part.layers for part in known),
+            expert_layers=sum((part.expert_layers for part in known), ()),
+            recurrent_layers=sum((part.recurrent_layers for part in known), ()),
+        )
+
+    def layer_kinds(self) -> list[ModelShape]:
+        """Return each layer as a shape of one layer."""
+        return [self.of_layers(range(layer, layer + 1)) for layer in range(self.layers)]
 
     @property
     def moe_layers(self) -> int:
@@ -94,9 +152,14 @@ class ModelShape:
         return sum(self.expert_layers)
 
     @property
+    def attention_layers(self) -> int:
+        """The number of layers that have attention."""
+        return self.layers - sum(self.recurrent_layers)
+
+    @property
     def qkv_width(self) -> int:
-        """The number of columns of the QKV projection."""
-        return (self.heads + 2 * self.groups) * self.head_dim
+        """The number of columns of the QKV projection, output gates included."""
+        return (self.heads * (1 + self.output_gate) + 2 * self.groups) * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
@@ -111,9 +174,22 @@ class ModelShape:
         return self.attention_matrices + biases + norms
 
     @property
+    def mixers(self) -> int:
+        """The weights of all layers' attention or delta rule that tensor parallelism divides."""
+        total = self.attention_layers * self.attention
+        if self.recurrent is not None:
+            each = self.recurrent.matrices + self.recurrent.vectors
+            total += (self.layers - self.attention_layers) * each
+        return total
+
+    @property
     def norms(self) -> int:
-        """The number of norm weights of one layer, which every tensor-parallel rank holds whole."""
-        return (2 + self.biases) * self.hidden + 2 * self.head_dim * self.qk_norm
+        """The norm weights of all layers, which every tensor-parallel rank holds whole."""
+        total = (2 + self.biases) * self.layers * self.hidden
+        total += self.attention_layers * 2 * self.head_dim * self.qk_norm
+        if self.recurrent is not None:
+            total += (self.layers - self.attention_layers) * self.recurrent.norm
+        return total
 
     @property
     def mlp(self) -> int:
@@ -145,15 +221,23 @@ class ModelShape:
     def parameters(self) -> int:
         """The number of all weights of the language model."""
         dense = self.layers - self.moe_layers
-        blocks = self.layers * (self.attention + self.norms) + dense * self.mlp
+        blocks = self.mixers + self.norms + dense * self.mlp
         blocks += self.moe_layers * (self.routed + self.shared + self.router)
         return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
     def layer_matrices(self) -> int:
-        """The matrix entries in all layers that a token passes; norms and biases cost nothing."""
+        """The matrix entries in all layers that a token passes; norms and biases cost nothing.
+
+        Entries of a state count as often as a token is multiplied with them.
+        """
         dense = self.layers - self.moe_layers
-        matrices = self.layers * self.attention_matrices + dense * self.mlp
+        matrices = self.attention_layers * self.attention_matrices + dense * self.mlp
+        if self.recurrent is not None:
+            # Each entry of the state takes part in three products: with the key, with the error,
+            # and with the query.
+            each = self.recurrent.matrices + 3 * self.recurrent.state
+            matrices += (self.layers - self.attention_layers) * each
         return matrices + self.moe_layers * self.chosen
 
     @property
@@ -183,5 +267,5 @@ class ModelShape:
         head_dim * n / 2 per layer and token.
         """
         return CostModel(
-            2.0 * self.active_parameters, 2.0 * self.layers * self.heads * self.head_dim
+            2.0 * self.active_parameters, 2.0 * self.attention_layers * self.heads * self.head_dim
         )

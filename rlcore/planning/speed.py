@@ -86,11 +86,16 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
     # once more in the backward pass.
     yield layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
     head = 2 * shape.head_dim * b
+    attention = layers * shape.attention_layers / shape.layers
     if shape.groups < tp:
         # Each rank gathers keys and values of all heads, and takes one.
-        yield layers * tokens * shape.groups * head * sweeps, tp, tp
+        yield attention * tokens * shape.groups * head * sweeps, tp, tp
     kv_heads = max(shape.groups, tp) / tp
-    yield layers * tokens * cp * kv_heads * head * sweeps, cp, tp * cp
+    yield attention * tokens * cp * kv_heads * head * sweeps, cp, tp * cp
+    if (recurrent := shape.recurrent) is not None:
+        # All-to-all of what the rule reads, and of what it returns.
+        exchanged = (layers - attention) * tokens * recurrent.width / tp * b
+        yield exchanged * sweeps, cp, tp * cp
     routed = _rows(layout, job) * shape.topk * shape.hidden * b
     routings = 2 * (sweeps + ("moe" in layout.recompute))
     moe_layers = layers * shape.moe_layers / shape.layers
@@ -159,8 +164,12 @@ def _products(
     t = micro_tokens / layout.context
     tp = layout.tensor
     dense = 1 - shape.moe_layers / shape.layers
-    yield t, shape.qkv_width / tp, shape.hidden * shape.qkv_width
-    yield t, shape.hidden, shape.hidden * shape.heads * shape.head_dim
+    attention = shape.attention_layers / shape.layers
+    yield t, shape.qkv_width / tp, attention * shape.hidden * shape.qkv_width
+    yield t, shape.hidden, attention * shape.hidden * shape.heads * shape.head_dim
+    if (recurrent := shape.recurrent) is not None:
+        yield t, recurrent.width / tp, (1 - attention) * shape.hidden * recurrent.width
+        yield t, shape.hidden, (1 - attention) * shape.hidden * recurrent.values
     if dense:
         yield t, 2 * shape.ffn / tp, dense * 2 / 3 * shape.mlp
         yield t, shape.hidden, dense * shape.mlp / 3

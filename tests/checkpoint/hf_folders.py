@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlcore.hf_folder import INDEX
+from tests.language_models import VISION, draw
 
 VOCAB = 31  # odd, so that TP 2 pads it
 
@@ -33,6 +34,12 @@ LATENT: dict[str, Any] = {
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 
+# Four key heads, for TP 4.
+DELTA: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 # name -> (config class, further keys, dtype)
 MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}, torch.float32),
@@ -102,6 +109,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         },
         torch.float32,
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+        torch.bfloat16,
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}, torch.float32),
+    # The language model of a folder with a vision tower.
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40, "vision_config": VISION},
+        torch.bfloat16,
+    ),
 }  # fmt: skip
 
 
@@ -122,9 +141,13 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
 
     kind, keys, dtype = MODELS[name]
     sizes = {} if "text_config" in keys else {**SIZES, "pad_token_id": 0}
-    config = getattr(transformers, kind)(**{**sizes, **keys, **overrides})
+    given = {**sizes, **keys, **overrides}
     torch.manual_seed(len(name) + 100 * seed)
-    model = auto_class(name).from_config(config).to(dtype)
+    if ("vision_config" in keys and not sizes) or "num_labels" in keys:
+        model = auto_class(name).from_config(getattr(transformers, kind)(**given))
+    else:
+        model = draw(kind, given)
+    model.to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -134,18 +157,18 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
                 router.e_score_correction_bias = torch.randn(size)
     model.save_pretrained(folder, max_shard_size="20KB")
     if "n_routed_experts" in keys:
-        _add_prediction_layer(folder, config.num_hidden_layers, dtype)
+        layer = f"model.layers.{given['num_hidden_layers']}"
+        router = {f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(4)}
+        _add_carried(folder, {f"{layer}.eh_proj.weight": torch.randn(32, 64).to(dtype)} | router)
+    if "linear_num_key_heads" in keys and "num_experts" in keys:
+        _add_carried(folder, {"mtp.fc.weight": torch.randn(32, 64).to(dtype)})
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
-def _add_prediction_layer(folder: Path, layer: int, dtype: torch.dtype) -> None:
-    """Add a layer behind the last, which transformers leaves out and exports carry."""
-    tensors = {
-        f"model.layers.{layer}.eh_proj.weight": torch.randn(32, 64, dtype=dtype),
-        f"model.layers.{layer}.mlp.gate.e_score_correction_bias": torch.randn(4),
-    }
+def _add_carried(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors of what predicts further tokens, which exports carry."""
     save_file(tensors, folder / "predict.safetensors", {"format": "pt"})
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"] |= dict.fromkeys(tensors, "predict.safetensors")

@@ -43,6 +43,9 @@ SAVED_UNDER = {
     "seed_oss": "tp2",
     "smollm3": "pp2",
     "mistral3": "tp2",
+    "qwen3_next": "ep2",
+    "qwen3_5": "tp2_sequence",
+    "qwen3_5_moe": "cp2",
 }
 
 

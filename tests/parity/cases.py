@@ -32,6 +32,7 @@ PLANS: dict[str, list[list[list[int]]]] = {
     "dp2_half0": [[[0, 2]], [[4, 3, 8]]],
     "dp2_half1": [[[6]], [[1, 5, 7]]],
     "one": [[list(range(9))]],
+    "alone": [[[k] for k in range(9)]],
     "uneven": [[[4, 0], [7], [2], [1, 3, 5, 6], [8]]],  # the third micro-batch has no token
     # an even number, for the interleaved schedule
     "pairs": [[[0, 1, 3], [7], [4, 5], [8, 2, 6]]],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +22,10 @@ from cases import (
     make_vectors,
     relative,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.language_models import VISION, draw
 
 TIGHT = 1e-5  # relative, over each whole tensor
 SIZES: dict[str, Any] = {
@@ -63,6 +68,12 @@ YARN: dict[str, Any] = {
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope", "factor": 5.0, "original_max_position_embeddings": 8,
     "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.5, 5.0],
+}  # fmt: skip
+# The norm of a state's output multiplies small differences by up to 1 / sqrt(rms_norm_eps).
+DELTA: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10, "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
@@ -118,6 +129,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
         "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+    "qwen3_next": ("Qwen3NextConfig", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1]}),
+    "qwen3_5_tied": ("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3_5_mqa": ("Qwen3_5TextConfig", {**DELTA, "num_key_value_heads": 1}),
+    # The language model of a folder with a vision tower.
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", {
+        **EXPERTS, **DELTA, "shared_expert_intermediate_size": 40, "vision_config": VISION}),
     # One KV head, which tensor-parallel ranks divide.
     **{
         f"{name}_mqa{'_tied' * tied}": (f"{kind}Config", {
@@ -145,17 +163,43 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
         if name not in only:
             continue
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, config)(**{**SIZES, **keys})
-        )
+        model = draw(config, {**SIZES, **keys})
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                centre = 0.0 if name in ZERO_CENTRED else 1.0
-                parameter.normal_(centre if "norm" in key else 0.0, 0.15)
+                # Beside gated delta rules norms scale by 1 + weight, as do Gemma's.
+                centred = name in ZERO_CENTRED or "linear_num_key_heads" in keys
+                centred = centred and "linear_attn.norm" not in key
+                plain = "norm" in key and not centred
+                parameter.normal_(1.0 if plain else 0.0, 0.5 if "conv1d" in key else 0.15)
             for key, buffer in model.named_buffers():
                 if key.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.05)  # small: every expert is chosen
         model.save_pretrained(folder / name)
+        if "vision_config" in keys:
+            _publish(folder / name / "model.safetensors")
+
+
+def _publish(file: Path) -> None:
+    """Lay a layer's experts into one tensor, and add what predicts further tokens.
+
+    Published folders are so; transformers writes an expert at a time.
+    """
+    tensors = load_file(file)
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in sorted(layers):
+        gate, up, down = (
+            torch.stack(
+                [
+                    tensors.pop(f"{layer}.experts.{expert}.{kind}_proj.weight")
+                    for expert in range(EXPERTS["num_experts"])
+                ]
+            )
+            for kind in ("gate", "up", "down")
+        )
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        tensors[f"{layer}.experts.down_proj"] = down
+    tensors["mtp.fc.weight"] = torch.ones(2, 2)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _per_sequence(model: Any, head: Any) -> list[Tensor]:
@@ -166,7 +210,7 @@ def _per_sequence(model: Any, head: Any) -> list[Tensor]:
         trainable = batch.loss_mask[start:end].nonzero()[:, 0]
         if len(trainable):
             tokens = batch.tokens[start:end].long()
-            hidden = model.model(input_ids=tokens[None]).last_hidden_state[0]
+            hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
             out.append(head(hidden[trainable - 1], tokens[trainable]))
     return out
 
@@ -230,7 +274,7 @@ def logprobs_around(folder: Path, moved: Mapping[str, Tensor]) -> tuple[Tensor, 
     with torch.no_grad():
         before = torch.cat(_per_sequence(model, head))
         for name, parameter in model.named_parameters():
-            for on_disk, part in _as_on_disk(model.config.model_type, name, parameter):
+            for on_disk, part in _as_on_disk(model, name, parameter):
                 part += moved[on_disk].double()
         return before, torch.cat(_per_sequence(model, head))
 
@@ -259,18 +303,43 @@ def trained(folder: Path, *, steps: int) -> dict[str, Tensor]:
         optimizer.step()
     moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     return {
-        on_disk: part
-        for name, p in moved.items()
-        for on_disk, part in _as_on_disk(model.config.model_type, name, p)
+        on_disk: part for name, p in moved.items() for on_disk, part in _as_on_disk(model, name, p)
     }
 
 
 def _load(folder: Path) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
+    for module in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        if model.config.model_type.removesuffix("_text") == module:
+            # Its own computes in single precision whatever the model's.
+            code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+            code.torch_chunk_gated_delta_rule = _delta_rule
+    # transformers reads the language model of a larger one under its own names.
+    inside = "text_config" in json.loads((folder / "config.json").read_text())
+    model.prefix_on_disk = "model.language_model." if inside else "model."
+    return model
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """The gated delta rule of one sequence by its definition, token by token."""
+    assert options["use_qk_l2norm_in_kernel"]
+    shared = value.size(2) // key.size(2)
+    query, key = (x.repeat_interleave(shared, 2) for x in (query, key))
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    state = value.new_zeros(value.size(2), key.size(3), value.size(3))
+    outputs = []
+    for q, k, v, decay, rate in zip(query[0], key[0], value[0], g[0].double().exp(), beta[0]):
+        state = state * decay[:, None, None]
+        error = rate[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+        state = state + torch.einsum("hk,hv->hkv", k, error)
+        outputs.append(torch.einsum("hkv,hk->hv", state, q) * key.size(3) ** -0.5)
+    return torch.stack(outputs)[None], None
 
 
 def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Tensor]:
@@ -309,7 +378,7 @@ def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
     batch = make_batch()
     for start, end in zip(batch.cu_tokens.tolist(), batch.cu_tokens.tolist()[1:]):
         if start < end:
-            model.model(input_ids=batch.tokens[start:end].long()[None])
+            model.model(input_ids=batch.tokens[start:end].long()[None], use_cache=False)
     sums = {"aux": torch.zeros((), dtype=torch.float64), "z": torch.zeros((), dtype=torch.float64)}
     for router in routers:
         x = torch.cat(logits[router])
@@ -341,15 +410,17 @@ def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
-    family: str = model.config.model_type
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     return {
-        on_disk: part for name, grad in named for on_disk, part in _as_on_disk(family, name, grad)
+        on_disk: part for name, grad in named for on_disk, part in _as_on_disk(model, name, grad)
     }
 
 
-def _as_on_disk(family: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _as_on_disk(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Expert by expert, and gate apart from up: transformers stacks them when it reads a folder."""
+    family: str = model.config.model_type
+    if name.startswith("model."):
+        name = model.prefix_on_disk + name.removeprefix("model.")
     mixtral = family in ("mixtral", "minimax_m2")
     if mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")

@@ -101,6 +101,14 @@ CASES = [
         ),
         256,
     ),
+    # Gated delta rules, and two KV heads over four ranks.
+    Case(
+        ("models/grpo.yaml",),
+        "Qwen3-Next-80B-A3B",
+        4,
+        ("policy.parallel={tensor: 4, sequence: true, expert: 8, expert_tensor: 1}",),
+        8,
+    ),
     Case(
         ("models/grpo.yaml",),
         "Llama-3.1-70B",

@@ -31,17 +31,26 @@ CARRIED = {"mimo": "model.mtp_layers.0.input_proj.weight", "kimi_k25": "vision_t
            "mistral3": "multi_modal_projector.norm.weight"}  # fmt: skip
 DENSE = (
     "gemma3_text", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
-    "ministral3", "mistral3", "seed_oss", "smollm3",
+    "ministral3", "mistral3", "seed_oss", "smollm3", "qwen3_5_tied",
 )  # fmt: skip
 LATENT = (
     "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "kimi_k2",
     "kimi_k25",
 )  # fmt: skip
-EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", *LATENT, "glm4_moe", "minimax_m2", "gpt_oss")
+MIXED = ("qwen3_next", "qwen3_5_moe")
+EXPERTS = (
+    *MIXED, "qwen2_moe", "qwen3_moe", "mixtral", *LATENT, "glm4_moe", "minimax_m2", "gpt_oss"
+)  # fmt: skip
 OTHER = "deepseek_v3_other"
 BIAS = "e_score_correction_bias"
 SP2 = {"tensor": 2, "sequence": True}
 CP2 = {"context": 2}
+# One KV head, which is divided with its gates.
+DIVIDED = "qwen3_5_mqa"
+FULL = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2},
@@ -62,6 +71,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("other_reference", LATENT[0], reference=OTHER),
         case("parked_reference", LATENT[0], reference=OTHER, offload=True),
         case("losses", LATENT[0], megatron=LOSSES),
+        *(case(f"{model}-full", model, "one", megatron=FULL) for model in MIXED),
+        *(case(f"{model}-alone", model, "alone") for model in MIXED),
     ],
     2: [
         *(
@@ -72,12 +83,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
             # Its experts have biases, which tensor-parallel ranks of an expert would repeat.
             and (model, layout) != ("gpt_oss", "tp2_sp")
         ),
+        case(f"{DIVIDED}-tp2", DIVIDED, parallel={"tensor": 2}, megatron=CORE),
+        case(f"{DIVIDED}-tp2_sp", DIVIDED, parallel=SP2, megatron=CORE),
         case("losses_cp2", LATENT[0], parallel=CP2, megatron=LOSSES),
         case("losses_tp2_sp", LATENT[0], parallel=SP2, megatron=LOSSES),
     ],
     # of experts without latent attention: test_covering.py
     4: [
         case(f"{LATENT[0]}-tp2_sp_cp2", LATENT[0], parallel={**SP2, **CP2}),
+        case(f"{MIXED[0]}-tp2_sp_cp2", MIXED[0], parallel={**SP2, **CP2}),
         case(f"{LATENT[0]}-tp2_sp_pp2", LATENT[0], parallel={**SP2, "pipeline": 2}),
         case(f"{LATENT[0]}-ep2_pp2", LATENT[0], "starved", parallel={"expert": 2, "pipeline": 2}),
         case(f"{LATENT[0]}-tp2_sp_ep2", LATENT[0], "starved", parallel={**SP2, "expert": 2}),
@@ -86,8 +100,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
 # One process of every family that test_parity.py and test_moe.py do not have; the others with
 # --full.
 EVERY_RUN = (
-    *LATENT, "mimo", "glm4_moe", "qwen2_moe", "mixtral", "minimax_m2", "gpt_oss", "gemma3_text",
-    "other_reference", "losses", "mistral",
+    *LATENT, "qwen3_5_tied", *MIXED, "qwen3_next-full", "qwen3_5_tied-pp2", "qwen3_5_mqa-tp2",
+    "qwen3_next-cp2", "qwen3_5_moe-ep2_tp2_sp_etp1", "mimo", "glm4_moe", "qwen2_moe", "mixtral",
+    "minimax_m2", "gpt_oss", "gemma3_text", "other_reference", "losses", "mistral",
     "ministral3", "mistral3", "seed_oss", "smollm3", "smollm3-pp2", "mistral3-tp2_sp",
     "ministral3-cp2",
     "deepseek_v3-ep2", "deepseek_v3-tp2_sp", "deepseek_v3-cp2", "deepseek_v3-pp2", "mimo-pp2",
@@ -146,6 +161,9 @@ def test_a_layout_equals_transformers(name: str, results: Results, models: Path)
     assert all(key.startswith(prefix) for key in got["gradients"]["policy"])
     gradients = {key.removeprefix(prefix): g for key, g in got["gradients"]["policy"].items()}
     oracle.check_gradients(gradients, expected["gradients"])
+    # Each weight counts once in the norm, whichever ranks hold it.
+    squares = sum(gradient.double().square().sum() for gradient in expected["gradients"].values())
+    assert got["metrics"]["train/grad_norm"] == pytest.approx(float(squares) ** 0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", each("losses_cp2", "losses_tp2_sp"))

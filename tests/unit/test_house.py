@@ -31,8 +31,8 @@ BUDGETS = {
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
     "rlcore/hf_config": 150,  # fields of a config.json
     "rlcore/interpreters": 150,  # what another environment has
-    "rlcore/launch": 8_020,  # 18 commands; local, torchrun, Ray, engines beside its ranks; service
-    "rlcore/planning": 1_740,  # bytes and seconds of a layout
+    "rlcore/launch": 8_070,  # 18 commands; local, torchrun, Ray, engines beside its ranks; service
+    "rlcore/planning": 1_880,  # bytes and seconds of a layout; states of gated delta rules
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices
@@ -54,8 +54,9 @@ BUDGETS = {
     # models, passes, checkpoints, conversion; 1,200 for adapters, 150 for divided KV heads, 200 for
     # tensors of several parts, stacked experts and tensors that exports carry, 300 for all kinds of
     # rotary positions, 800 for windows, sinks, gpt-oss, Gemma 3, norms over all heads, sparse
-    # attention, 400 for multi-token prediction, 150 for Mistral, Kimi, Seed-OSS and SmolLM3
-    "backends/megatron": 13_650,
+    # attention, 400 for multi-token prediction, 150 for Mistral, Kimi, Seed-OSS and SmolLM3, 900
+    # for gated delta rules
+    "backends/megatron": 14_600,
     # a folder's model against transformers': both sides by the layer, and what parts by its name
     "backends/megatron/model_check": 1_350,
     "backends/megatron/dryrun": 900,  # single ranks at real size

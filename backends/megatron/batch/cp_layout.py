@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from backends.megatron.batch.scan import Scan
 from backends.megatron.parallel.state import ALONE, CPRank
 
 
@@ -280,6 +281,25 @@ class PackLayout:
         return Chunks(parts, slots.argsort().to(self.device))
 
     @cached_property
+    def scan(self) -> Scan:
+        """The chunks of the whole sequences, for layers that carry a state.
+
+        Raises ValueError if sequences share a prefix: the state at its end belongs to several.
+        """
+        if self.prefixes is not None:
+            raise ValueError("sequences that share a prefix have no state of their own")
+        return Scan.of_lengths(self.lengths, self.device)
+
+    @cached_property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """The whole pack in the order of its sequences, from slots concatenated by rank, and back.
+
+        Both are int64 [CP * T]: the first gives the row of each slot, the second inverts it.
+        """
+        slots = self._slots_by_rank
+        return slots.argsort().to(self.device), slots.to(self.device)
+
+    @cached_property
     def parts(self) -> tuple[Runs, ...]:
         """Two parts for each chunk: the sequences' own tokens, and the runs behind each prefix."""
         assert self.prefixes is not None
@@ -304,10 +324,13 @@ class PackLayout:
 
     def _prefix_rows(self, prefixes: Prefixes) -> Tensor:
         """The rows of the prefixes' tokens among the gathered keys."""
-        rows = torch.empty(sum(self.lengths), dtype=torch.int64)
+        return self._slots_by_rank.argsort()[prefixes.slots]
+
+    @property
+    def _slots_by_rank(self) -> Tensor:
+        """The slots of the whole pack that the ranks hold, concatenated by rank."""
         ranks = [CPRank(self.cp.size, rank) for rank in range(self.cp.size)]
-        rows[torch.cat([own_slots(self.lengths, rank) for rank in ranks])] = torch.arange(len(rows))
-        return rows[prefixes.slots]
+        return torch.cat([own_slots(self.lengths, rank) for rank in ranks])
 
     def _alike(self, runs: Runs) -> list[list[int]]:
         """Group the runs with similar numbers of queries and of keys.

@@ -187,7 +187,7 @@ class StoredParameters:
                 f" {tuple(parameter.shape)}, expected what {tensor_shapes(arch, entry)} make"
             )
         rows = [shape[0] for shape in shapes]
-        return unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
+        return unpack(entry.split, parameter, arch.sizes[entry.group], rows)
 
     def read(self, megatron: str) -> Tensor:
         """Read a parameter from all of its stored boxes."""

@@ -35,6 +35,9 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         low_rank = model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]
         sizes.append(("kv_lora_rank + qk_rope_head_dim", low_rank))
         sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
+    if any(arch.recurrent_layers):
+        _check_key_heads(model["linear_num_key_heads"], parallel)
+        sizes.append(("key heads of the gated delta rule", model["linear_num_key_heads"]))
     for what, size in sizes:
         if size % tp:
             nearest = _nearest_tensor(arch, tp, sizes)
@@ -53,6 +56,18 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         )
     layers_of_stages(model["num_layers"], parallel)
     _check_experts(arch, parallel, world_size)
+
+
+def _check_key_heads(heads: int, parallel: ParallelConfig) -> None:
+    """Refuse ranks that would have no equal shares of the key heads of a gated delta rule."""
+    tp = parallel.tensor
+    cp = parallel.context
+    if heads % tp == 0 and heads % (tp * cp):
+        raise ConfigError(
+            f"policy.parallel: tensor {tp} x context {cp} = {tp * cp} does not divide the"
+            f" {heads} key heads of the model's gated delta rule, which context-parallel ranks"
+            f" share; set context to {_nearest_divisor(cp, heads // tp)}"
+        )
 
 
 def _fits_kv_heads(arch: Architecture, tp: int) -> bool:

@@ -46,6 +46,7 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
         expert_rank = max(config.rank // chosen, 1)
     found: dict[str, Adapted] = {}
     known: set[str] = set()
+    _check_parts(arch, config)
     for entry in linear_entries(arch):
         known.update(map(target_name, entry.names))
         rank = config.rank if entry.expert is None else expert_rank
@@ -73,15 +74,33 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
 def linear_entries(arch: Architecture) -> Iterator[Entry]:
     """The weights that can have adapters, in the order of a forward pass."""
     for entry in arch.entries():
-        # PEFT takes a tensor of all experts for a parameter, not for linear layers.
-        is_matrix = len(entry.parts[0].shape) == 2 and not entry.parts[0].of_experts
-        if is_matrix and entry.split in _LINEAR and entry.megatron.endswith(".weight"):
-            if len(entry.names) < len(entry.parts):
-                raise ConfigError(
-                    f"policy.lora: {entry.names[0]} of {arch.family} is one matrix of several"
-                    " parts, which cannot have an adapter"
-                )
+        if _is_linear(entry) and len(entry.names) == len(entry.parts):
             yield entry
+
+
+def _is_linear(entry: Entry) -> bool:
+    # PEFT takes a tensor of all experts for a parameter, not for linear layers.
+    is_matrix = len(entry.parts[0].shape) == 2 and not entry.parts[0].of_experts
+    return is_matrix and entry.split in _LINEAR and entry.megatron.endswith(".weight")
+
+
+def _check_parts(arch: Architecture, config: LoraConfig) -> None:
+    """Refuse targets in a weight that has one matrix of several parts."""
+    for entry in filter(_is_linear, arch.entries()):
+        names = sorted(set(map(target_name, entry.names)))
+        wrong = {ALL_LINEAR, *names} & set(config.targets)
+        if len(entry.names) < len(entry.parts) and wrong:
+            raise ConfigError(
+                f"policy.lora.targets: {min(wrong)!r} targets {', '.join(names)} of {arch.family},"
+                " where a matrix has several parts and cannot have an adapter; name other layers,"
+                f" such as {', '.join(sorted({*map(target_name, _attention(arch))}))}"
+            )
+
+
+def _attention(arch: Architecture) -> Iterator[str]:
+    """The matrices of attention that can have adapters."""
+    for entry in linear_entries(arch):
+        yield from (name for name in entry.names if ".self_attn." in name)
 
 
 def target_name(tensor: str) -> str:

@@ -6,7 +6,7 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,15 @@ from typing import Any, Literal
 
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.rope import Rope
-from backends.megatron.convert.table import MTP, OUTPUT_LAYER, VALUE_HEAD, Entry, Family
+from backends.megatron.convert.table import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MTP,
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    Entry,
+    Family,
+)
 from rlcore.planning.shape import ModelShape
 
 
@@ -70,6 +78,8 @@ class Architecture:
         """A part of the layers that Transformer Engine's do not have; None: they have all."""
         if self.latent_attention:
             return "latent attention"
+        if any(self.recurrent_layers):
+            return "the gated delta rule"
         if self.table.norm_over_heads:
             return "a norm over all heads of queries or keys"
         if self.table.sinks:
@@ -78,6 +88,15 @@ class Architecture:
             return "attention with windows"
         if self.table.norms_behind:
             return "a norm behind attention"
+        return None
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why each sequence is computed whole, without a prefix of another one; None: no reason."""
+        if any(rope is not None and rope.by_length for rope in self.ropes):
+            return "with longrope a token's angle depends on the length of its sequence"
+        if any(self.recurrent_layers):
+            return "the model's layers carry a state, which is not passed on at a prefix's end"
         return None
 
     @property
@@ -100,8 +119,9 @@ class Architecture:
     def sizes(self) -> dict[str, int]:
         """The sizes by which the tables give shapes.
 
-        `query` and `key` are the rows of the projections, `attended` is the width of all heads'
-        values; `q_low` to `kv_up` belong to latent attention.
+        `query` and `key` are the rows of the projections, with output gates, `attended` is the
+        width of all heads' values; `q_low` to `kv_up` belong to latent attention, `delta_*` to
+        gated delta rules.
         """
         t = self.transformer
         heads = t["num_attention_heads"]
@@ -117,7 +137,7 @@ class Architecture:
             "expert_ffn": t.get("moe_ffn_hidden_size"),
             "shared_ffn": t.get("moe_shared_expert_intermediate_size"),
             "head": head,
-            "query": heads * head,
+            "query": heads * head * (2 if t.get("attention_output_gate") else 1),
             "key": t["num_query_groups"] * head,
             "attended": heads * t.get("v_head_dim", head),
         }
@@ -129,12 +149,17 @@ class Architecture:
                 "kv_down": low + t["qk_pos_emb_head_dim"],
                 "kv_up": heads * (t["qk_head_dim"] + t["v_head_dim"]),
             }
+        if any(self.recurrent_layers):
+            sizes |= _delta_sizes(t)
         return sizes
 
     @property
     def layer_kinds(self) -> list[tuple[str, ...]]:
         """For each layer, the words by which the table chooses its entries."""
-        return [("moe" if has else "dense",) for has in self.moe_layers]
+        return [
+            ("moe" if has else "dense", LINEAR_ATTENTION if recurrent else FULL_ATTENTION)
+            for has, recurrent in zip(self.moe_layers, self.recurrent_layers)
+        ]
 
     @property
     def moe_layers(self) -> list[bool]:
@@ -143,6 +168,12 @@ class Architecture:
         if isinstance(every, list):
             return [bool(has) for has in every]
         return [self.num_experts > 0] * self.num_layers
+
+    @property
+    def recurrent_layers(self) -> list[bool]:
+        """For each layer, whether a state takes the place of attention."""
+        kinds = self.transformer.get("linear_attention_freq") or [0] * self.num_layers
+        return [bool(recurrent) for recurrent in kinds]
 
     def computes_like(self, other: Architecture) -> bool:
         """Whether the other model's modules with this model's weights compute the same."""
@@ -153,6 +184,27 @@ class Architecture:
         """The table expanded to every layer and expert, in the order of a forward pass."""
         expanded = self.table.expand(self.layer_kinds, self.num_experts, mtp=self.mtp)
         return [entry for entry in expanded if entry.is_in(self.transformer)]
+
+
+def _delta_sizes(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a gated delta rule."""
+    heads = fields["linear_num_value_heads"]
+    key_heads = fields["linear_num_key_heads"]
+    keys = key_heads * fields["linear_key_head_dim"]
+    values = heads * fields["linear_value_head_dim"]
+    return {
+        "delta_key": fields["linear_key_head_dim"],
+        "delta_keys": keys,
+        "delta_value": fields["linear_value_head_dim"],
+        "delta_values": values,
+        "delta_heads": heads,
+        "delta_window": fields["linear_conv_kernel_dim"],
+        # Of queries, keys, values and output gates together; of rates and decays.
+        "delta_qkvz": 2 * (keys + values),
+        "delta_ba": 2 * heads,
+        # Rates and decays of the heads of one key head.
+        "delta_ba_of_key": 2 * heads // key_heads,
+    }
 
 
 # --- tensors of the folder ------------------------------------------------------------------------

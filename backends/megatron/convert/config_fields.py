@@ -8,7 +8,6 @@ give has no default here. A field that would change the model in a way that is n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rlcore.hf_config.fields import Field
 
@@ -177,6 +176,19 @@ MINIMAX_M2: Mapping[str, Field] = {
 
 GPT_OSS: Mapping[str, Field] = {
     **_COMMON,
+    # Where neither spelling is given.
+    "rope_parameters": Field(
+        "map",
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        nullable=True,
+    ),
     "num_key_value_heads": Field("size", 8),
     "head_dim": Field("size", 64),
     "rms_norm_eps": Field("float", 1e-5),
@@ -207,15 +219,6 @@ GEMMA3_TEXT: Mapping[str, Field] = {
     "final_logit_softcapping": _NO_CAP,
     "attn_logit_softcapping": _NO_CAP,
     "use_bidirectional_attention": Field("flag", False, nullable=True, only=False),
-}
-# What transformers takes where neither spelling of rotary positions is given.
-GPT_OSS_ROPE: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
 }
 
 MISTRAL: Mapping[str, Field] = {
@@ -275,6 +278,37 @@ GLM4_MOE_LITE: Mapping[str, Field] = {
 
 # A setting of rotary positions by which queries grow with their position.
 SCALED_QUERIES: Mapping[str, Field] = {"llama_4_scaling_beta": Field("scale")}
+_GATED_DELTA = {
+    "head_dim": Field("size", 256),
+    "partial_rotary_factor": Field("number", 0.25),
+    # Ignored where `layer_types` is given.
+    "full_attention_interval": Field("size", 4),
+    "linear_conv_kernel_dim": Field("size", 4),
+    "linear_key_head_dim": Field("size", 128),
+    "linear_value_head_dim": Field("size", 128),
+    "linear_num_key_heads": Field("size", 16),
+    "linear_num_value_heads": Field("size", 32),
+}
+QWEN3_NEXT: Mapping[str, Field] = {
+    **_QWEN_MOE,
+    **_GATED_DELTA,
+    "num_key_value_heads": Field("size", 2),
+    "shared_expert_intermediate_size": _SIZE,
+    "norm_topk_prob": Field("flag", True),
+}
+QWEN3_5: Mapping[str, Field] = {**_COMMON, **_GATED_DELTA, "num_key_value_heads": Field("size", 4)}
+QWEN3_5_MOE: Mapping[str, Field] = {
+    **_COMMON,
+    **_GATED_DELTA,
+    # Every layer has experts.
+    "intermediate_size": Field("size", None, nullable=True),
+    "num_key_value_heads": Field("size", 2),
+    "num_experts": _COUNT_OF_EXPERTS,
+    "num_experts_per_tok": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "shared_expert_intermediate_size": _SIZE,
+}
+
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.
 _ROPE = {"rope_type": Field("text", "default"), "rope_theta": Field("number", 10000.0)}
 _SCALED = {**_ROPE, "factor": Field("number")}

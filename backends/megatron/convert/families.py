@@ -9,111 +9,35 @@ from dataclasses import replace
 from typing import Any
 
 from backends.megatron.convert import config_fields
-from backends.megatron.convert.table import (
-    OUTPUT_LAYER,
-    VALUE_HEAD,
-    WORD_EMBEDDING,
-    Entry,
-    Experts,
-    Family,
-    Part,
-    PredictionLayer,
-    Split,
+from backends.megatron.convert.rows import (
+    ATTENTION_H,
+    ATTENTION_M,
+    BIASED_ROUTER,
+    DENSE,
+    EXPERTS,
+    LATENT_ATTENTION,
+    QK_NORM,
+    QKV_BIAS,
+    QWEN3_5_DELTA,
+    QWEN3_NEXT_DELTA,
+    TRUNK,
+    H,
+    M,
+    gated,
+    hybrid,
+    routed,
+    stacked,
+    whole,
 )
+from backends.megatron.convert.table import Experts, Family, PredictionLayer, Split
 
-_M = "decoder.layers.{layer}."
-_H = "model.layers.{layer}."
-_ATTENTION_M = _M + "self_attention."
-_ATTENTION_H = _H + "self_attn."
-
-
-def _gated(
-    megatron: str,
-    hf: str,
-    layers: str,
-    width: str,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> tuple[Entry, Entry]:
-    """A gated feed-forward net; `names` are its gate, up and down projections."""
-    gate, up, down = (f"{hf}{name}.weight" for name in names)
-    wide = tuple(Part(name, (width, "hidden")) for name in (gate, up))
-    return (
-        Entry(megatron + "linear_fc1.weight", wide, Split.STACKED, layers),
-        Entry(megatron + "linear_fc2.weight", (Part(down, ("hidden", width)),), Split.ROW, layers),
-    )
-
-
-def _whole(
-    megatron: str, hf: str, *shape: str, split: Split = Split.REPLICATED, **options: Any
-) -> Entry:
-    """The row of one tensor."""
-    return Entry(megatron, (Part(hf, shape),), split, **options)
-
-
-def _qkv(kind: str, *tail: str, where: str | None = None) -> Entry:
-    """The row of three projections, or of their biases."""
-    return Entry(
-        _ATTENTION_M + f"linear_qkv.{kind}",
-        tuple(
-            Part(_ATTENTION_H + f"{name}_proj.{kind}", (rows, *tail))
-            for name, rows in (("q", "query"), ("k", "key"), ("v", "key"))
-        ),
-        Split.QKV,
-        where=where,
-    )
-
-
-# Everything except the feed-forward nets.
-TRUNK = (
-    _whole(WORD_EMBEDDING, "model.embed_tokens.weight", "vocab", "hidden", split=Split.VOCAB),
-    _whole(_M + "input_layernorm.weight", _H + "input_layernorm.weight", "hidden"),
-    _qkv("weight", "hidden"),
-    _whole(
-        _ATTENTION_M + "linear_proj.weight",
-        _ATTENTION_H + "o_proj.weight",
-        "hidden",
-        "attended",
-        split=Split.ROW,
-    ),
-    _whole(_M + "pre_mlp_layernorm.weight", _H + "post_attention_layernorm.weight", "hidden"),
-    _whole("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
-    _whole(OUTPUT_LAYER, "lm_head.weight", "vocab", "hidden", split=Split.VOCAB),
-    _whole(VALUE_HEAD, "score.weight", "one", "hidden"),
-)
-_DENSE = (*TRUNK, *_gated(_M + "mlp.", _H + "mlp.", "dense", "ffn"))
-
-_QKV_BIAS = _qkv("bias", where="add_qkv_bias")
-_QK_NORM = tuple(
-    _whole(
-        _ATTENTION_M + f"{name}_layernorm.weight",
-        _ATTENTION_H + f"{name}_norm.weight",
-        "head",
-        where="qk_layernorm",
-    )
-    for name in ("q", "k")
-)
-
-
-def _routed(module: str, names: tuple[str, str, str]) -> tuple[Entry, ...]:
-    """A router and its experts; `names` as in `_gated`."""
-    expert = _M + "mlp.experts.local_experts.{expert}."
-    return (
-        _whole(
-            _M + "mlp.router.weight", _H + module + "gate.weight", "experts", "hidden", layers="moe"
-        ),
-        *_gated(expert, _H + module + "experts.{expert}.", "moe", "expert_ffn", names),
-    )
-
-
-_EXPERTS = _routed("mlp.", ("gate_proj", "up_proj", "down_proj"))
-
-LLAMA = Family(model_type="llama", class_prefix="Llama", entries=_DENSE, fields=config_fields.LLAMA)
+LLAMA = Family(model_type="llama", class_prefix="Llama", entries=DENSE, fields=config_fields.LLAMA)
 
 # Qwen2 and Qwen2.5: Llama with a bias on Q, K and V.
 QWEN2 = Family(
     model_type="qwen2",
     class_prefix="Qwen2",
-    entries=(*_DENSE, _QKV_BIAS),
+    entries=(*DENSE, QKV_BIAS),
     fields=config_fields.QWEN2,
     qkv_bias=True,
 )
@@ -140,7 +64,7 @@ MIMO = replace(
 QWEN3 = Family(
     model_type="qwen3",
     class_prefix="Qwen3",
-    entries=(*_DENSE, *_QK_NORM),
+    entries=(*DENSE, *QK_NORM),
     fields=config_fields.QWEN3,
     qk_norm=True,
 )
@@ -151,11 +75,11 @@ QWEN2_MOE = Family(
     class_prefix="Qwen2Moe",
     entries=(
         *QWEN2.entries,
-        *_EXPERTS,
-        *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_expert.", "moe", "shared_ffn"),
-        _whole(
-            _M + "mlp.shared_experts.gate_weight",
-            _H + "mlp.shared_expert_gate.weight",
+        *EXPERTS,
+        *gated(M + "mlp.shared_experts.", H + "mlp.shared_expert.", "moe", "shared_ffn"),
+        whole(
+            M + "mlp.shared_experts.gate_weight",
+            H + "mlp.shared_expert_gate.weight",
             "one",
             "hidden",
             layers="moe",
@@ -175,7 +99,7 @@ QWEN2_MOE = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     class_prefix="Qwen3Moe",
-    entries=(*QWEN3.entries, *_EXPERTS),
+    entries=(*QWEN3.entries, *EXPERTS),
     fields=config_fields.QWEN3_MOE,
     qk_norm=True,
     experts=Experts(
@@ -189,7 +113,7 @@ QWEN3_MOE = Family(
 MIXTRAL = Family(
     model_type="mixtral",
     class_prefix="Mixtral",
-    entries=(*TRUNK, *_routed("block_sparse_moe.", ("w1", "w3", "w2"))),
+    entries=(*TRUNK, *routed("block_sparse_moe.", ("w1", "w3", "w2"))),
     fields=config_fields.MIXTRAL,
     experts=Experts(
         count=("num_local_experts", "num_experts"), width="intermediate_size", normalized=True
@@ -197,41 +121,6 @@ MIXTRAL = Family(
 )
 
 
-def _low_rank(
-    megatron: str, hf: str, *shape: str, split: Split = Split.COLUMN, **options: Any
-) -> Entry:
-    return _whole(_ATTENTION_M + megatron, _ATTENTION_H + hf, *shape, split=split, **options)
-
-
-_WITH_LOW_QUERY: dict[str, Any] = {"where": "q_lora_rank"}
-_LATENT_ATTENTION = (
-    _low_rank("linear_q_proj.weight", "q_proj.weight", "query", "hidden", unless="q_lora_rank"),
-    _low_rank("linear_q_down_proj.weight", "q_a_proj.weight", "q_low", "hidden", **_WITH_LOW_QUERY),
-    _low_rank(
-        "q_layernorm.weight",
-        "q_a_layernorm.weight",
-        "q_low",
-        split=Split.REPLICATED,
-        **_WITH_LOW_QUERY,
-    ),
-    _low_rank("linear_q_up_proj.weight", "q_b_proj.weight", "query", "q_low", **_WITH_LOW_QUERY),
-    _low_rank("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "kv_down", "hidden"),
-    _low_rank("kv_layernorm.weight", "kv_a_layernorm.weight", "kv_low", split=Split.REPLICATED),
-    _low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight", "kv_up", "kv_low"),
-)
-
-# Experts with sigmoid routers with a bias, and experts that every token passes through.
-_BIASED_ROUTER = (
-    _whole(
-        _M + "mlp.router.expert_bias",
-        _H + "mlp.gate.e_score_correction_bias",
-        "experts",
-        layers="moe",
-        dtype="float32",
-    ),
-    *_EXPERTS,
-    *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe", "shared_ffn"),
-)
 _SIGMOID_EXPERTS = Experts(
     count=("n_routed_experts", "num_local_experts"),
     width="moe_intermediate_size",
@@ -245,9 +134,9 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     class_prefix="DeepseekV3",
     entries=(
-        *(entry for entry in _DENSE if "linear_qkv" not in entry.megatron),
-        *_LATENT_ATTENTION,
-        *_BIASED_ROUTER,
+        *(entry for entry in DENSE if "linear_qkv" not in entry.megatron),
+        *LATENT_ATTENTION,
+        *BIASED_ROUTER,
     ),
     fields=config_fields.DEEPSEEK_V3,
     latent_attention=True,
@@ -276,7 +165,7 @@ GLM_MOE_DSA = replace(
 GLM4_MOE = Family(
     model_type="glm4_moe",
     class_prefix="Glm4Moe",
-    entries=(*_DENSE, _QKV_BIAS, *_QK_NORM, *_BIASED_ROUTER),
+    entries=(*DENSE, QKV_BIAS, *QK_NORM, *BIASED_ROUTER),
     fields=config_fields.GLM4_MOE,
     experts=_SIGMOID_EXPERTS,
     prediction=PredictionLayer(),
@@ -289,22 +178,22 @@ MINIMAX_M2 = Family(
     entries=(
         *TRUNK,
         *(
-            _whole(
-                _ATTENTION_M + f"{name}_layernorm.weight",
-                _ATTENTION_H + f"{name}_norm.weight",
+            whole(
+                ATTENTION_M + f"{name}_layernorm.weight",
+                ATTENTION_H + f"{name}_norm.weight",
                 rows,
                 split=Split.COLUMN,
             )
             for name, rows in (("q", "query"), ("k", "key"))
         ),
-        _whole(
-            _M + "mlp.router.expert_bias",
-            _H + "block_sparse_moe.e_score_correction_bias",
+        whole(
+            M + "mlp.router.expert_bias",
+            H + "block_sparse_moe.e_score_correction_bias",
             "experts",
             layers="moe",
             dtype="float32",
         ),
-        *_routed("block_sparse_moe.", ("w1", "w3", "w2")),
+        *routed("block_sparse_moe.", ("w1", "w3", "w2")),
     ),
     fields=config_fields.MINIMAX_M2,
     norm_over_heads=True,
@@ -317,22 +206,6 @@ MINIMAX_M2 = Family(
 )
 
 
-def _stacked(megatron: str, hf: str, split: Split, *shapes: tuple[str, ...]) -> Entry:
-    """A row of experts: parts in turns in one tensor of all experts, matrices transposed."""
-    parts = tuple(
-        Part(
-            _H + "mlp.experts." + hf,
-            shape,
-            step=len(shapes),
-            phase=phase,
-            transposed=len(shape) == 2,
-            of_experts=True,
-        )
-        for phase, shape in enumerate(shapes)
-    )
-    return Entry(_M + "mlp.experts.local_experts.{expert}." + megatron, parts, split, "moe")
-
-
 _WIDE = ("expert_ffn", "hidden")
 # gpt-oss: experts with biases and clamped activations, attention with biases, sinks and windows.
 GPT_OSS = Family(
@@ -340,22 +213,22 @@ GPT_OSS = Family(
     class_prefix="GptOss",
     entries=(
         *TRUNK,
-        _QKV_BIAS,
-        _whole(_ATTENTION_M + "linear_proj.bias", _ATTENTION_H + "o_proj.bias", "hidden"),
-        _whole(
-            _ATTENTION_M + "core_attention.softmax_offset",
-            _ATTENTION_H + "sinks",
+        QKV_BIAS,
+        whole(ATTENTION_M + "linear_proj.bias", ATTENTION_H + "o_proj.bias", "hidden"),
+        whole(
+            ATTENTION_M + "core_attention.softmax_offset",
+            ATTENTION_H + "sinks",
             "heads",
             split=Split.COLUMN,
         ),
-        _whole(_M + "mlp.router.weight", _H + "mlp.router.weight", "experts", "hidden"),
-        _whole(_M + "mlp.router.bias", _H + "mlp.router.bias", "experts"),
-        _stacked("linear_fc1.weight", "gate_up_proj", Split.STACKED, _WIDE, _WIDE),
-        _stacked(
+        whole(M + "mlp.router.weight", H + "mlp.router.weight", "experts", "hidden"),
+        whole(M + "mlp.router.bias", H + "mlp.router.bias", "experts"),
+        stacked("linear_fc1.weight", "gate_up_proj", Split.STACKED, _WIDE, _WIDE),
+        stacked(
             "linear_fc1.bias", "gate_up_proj_bias", Split.STACKED, ("expert_ffn",), ("expert_ffn",)
         ),
-        _stacked("linear_fc2.weight", "down_proj", Split.ROW, ("hidden", "expert_ffn")),
-        _stacked("linear_fc2.bias", "down_proj_bias", Split.REPLICATED, ("hidden",)),
+        stacked("linear_fc2.weight", "down_proj", Split.ROW, ("hidden", "expert_ffn")),
+        stacked("linear_fc2.bias", "down_proj_bias", Split.REPLICATED, ("hidden",)),
     ),
     fields=config_fields.GPT_OSS,
     qkv_bias=True,
@@ -368,17 +241,17 @@ GPT_OSS = Family(
 
 # Gemma 3: norms before and behind attention and MLP, windows with positions of their own.
 _GEMMA_NORMS = {
-    _M + "pre_mlp_layernorm.weight": "pre_feedforward_layernorm",
-    _M + "post_self_attn_layernorm.weight": "post_attention_layernorm",
-    _M + "post_mlp_layernorm.weight": "post_feedforward_layernorm",
+    M + "pre_mlp_layernorm.weight": "pre_feedforward_layernorm",
+    M + "post_self_attn_layernorm.weight": "post_attention_layernorm",
+    M + "post_mlp_layernorm.weight": "post_feedforward_layernorm",
 }
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     class_prefix="Gemma3",
     entries=(
-        *(entry for entry in _DENSE if entry.megatron not in _GEMMA_NORMS),
-        *(_whole(name, f"{_H}{hf}.weight", "hidden") for name, hf in _GEMMA_NORMS.items()),
-        *_QK_NORM,
+        *(entry for entry in DENSE if entry.megatron not in _GEMMA_NORMS),
+        *(whole(name, f"{H}{hf}.weight", "hidden") for name, hf in _GEMMA_NORMS.items()),
+        *QK_NORM,
     ),
     fields=config_fields.GEMMA3_TEXT,
     qk_norm=True,
@@ -447,6 +320,65 @@ SEED_OSS = replace(
 # SmolLM3: Llama with layers without positions.
 SMOLLM3 = replace(LLAMA, model_type="smollm3", class_prefix="SmolLM3", fields=config_fields.SMOLLM3)
 
+# Qwen2-MoE's feed-forward nets.
+_SHARED_EXPERTS = tuple(entry for entry in QWEN2_MOE.entries if entry not in QWEN2.entries)
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    class_prefix="Qwen3Next",
+    entries=hybrid((*QWEN3.entries, *_SHARED_EXPERTS), QWEN3_NEXT_DELTA),
+    fields=config_fields.QWEN3_NEXT,
+    qk_norm=True,
+    experts=QWEN2_MOE.experts,
+    carried=("mtp.",),
+    gated_delta=True,
+)
+
+# Qwen3.5 and 3.6: the text model, dense and with experts, alone or with a vision tower.
+QWEN3_5_TEXT = Family(
+    model_type="qwen3_5_text",
+    class_prefix="Qwen3_5Text",
+    language_class="Qwen3_5ForCausalLM",
+    entries=hybrid(QWEN3.entries, QWEN3_5_DELTA),
+    fields=config_fields.QWEN3_5,
+    qk_norm=True,
+    carried=("mtp.",),
+    gated_delta=True,
+)
+QWEN3_5_MOE_TEXT = Family(
+    model_type="qwen3_5_moe_text",
+    class_prefix="Qwen3_5Moe",
+    entries=hybrid((*TRUNK, *QK_NORM, *_SHARED_EXPERTS), QWEN3_5_DELTA),
+    fields=config_fields.QWEN3_5_MOE,
+    qk_norm=True,
+    experts=Experts(
+        count=("num_experts",),
+        width="moe_intermediate_size",
+        normalized=True,
+        shared_width="shared_expert_intermediate_size",
+    ),
+    carried=("mtp.",),
+    gated_delta=True,
+)
+_WITH_VISION: dict[str, Any] = {
+    "prefix": ("model.", "model.language_model."),
+    "carried": ("mtp.", "model.visual."),
+    "within": "text_config",
+}
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    class_prefix="Qwen3_5",
+    language_class="Qwen3_5ForConditionalGeneration",
+    **_WITH_VISION,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    language_class="Qwen3_5MoeForConditionalGeneration",
+    **_WITH_VISION,
+)
+
 FAMILIES: dict[str, Family] = {
     family.key: family
     for family in (
@@ -473,5 +405,10 @@ FAMILIES: dict[str, Family] = {
         MISTRAL3_OF_MINISTRAL,
         SEED_OSS,
         SMOLLM3,
+        QWEN3_NEXT,
+        QWEN3_5_TEXT,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
     )
 }

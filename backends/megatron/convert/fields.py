@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.megatron.convert.rope import Rope
-from backends.megatron.convert.table import Experts
+from backends.megatron.convert.table import FULL_ATTENTION, LINEAR_ATTENTION, Experts
 from rlcore.errors import ModelError
 from rlcore.hf_config.fields import refusal
 
@@ -130,6 +130,35 @@ def latent_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_pos_emb_head_dim": rotary,
         "v_head_dim": config["v_head_dim"],
         "kv_channels": plain + rotary,
+    }
+
+
+# --- gated delta rules ----------------------------------------------------------------------------
+
+
+def hybrid_layers(config: Mapping[str, Any]) -> list[str]:
+    """Return `layer_types`, or what transformers makes without it."""
+    every = config["full_attention_interval"]
+    return config["layer_types"] or [
+        LINEAR_ATTENTION if (layer + 1) % every else FULL_ATTENTION
+        for layer in range(config["num_hidden_layers"])
+    ]
+
+
+def gated_delta_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the sizes of gated delta rules, and which layers have them."""
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = {f"linear_{key}": config[f"linear_{key}"] for key in keys}
+    heads = sizes["linear_num_value_heads"]
+    key_heads = sizes["linear_num_key_heads"]
+    if heads % key_heads:
+        expected = f"a multiple of the {key_heads} linear_num_key_heads"
+        raise refusal(folder, "linear_num_value_heads", heads, expected)
+    return {
+        **sizes,
+        "linear_attention_freq": [int(kind == LINEAR_ATTENTION) for kind in config["layer_types"]],
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
     }
 
 

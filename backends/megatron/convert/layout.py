@@ -118,26 +118,29 @@ def tp_slice(
     return Slice(dim, rank * part, part)
 
 
-def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> None:
-    """Fill a Megatron parameter from this rank's pieces; vocabulary padding becomes zero."""
+def pack(split: Split, pieces: Sequence[Tensor], group: int, out: Tensor) -> None:
+    """Fill a Megatron parameter from this rank's pieces; vocabulary padding becomes zero.
+
+    `group` is the size of `Entry.group`.
+    """
     if split is Split.VOCAB:
         rows = pieces[0].size(0)
         out[:rows].copy_(pieces[0])
         out[rows:].zero_()
         return
-    for view, piece in zip(unpack(split, out, head_dim, [p.size(0) for p in pieces]), pieces):
+    for view, piece in zip(unpack(split, out, group, [p.size(0) for p in pieces]), pieces):
         view.copy_(piece.view(view.shape))
 
 
-def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> list[Tensor]:
+def unpack(split: Split, param: Tensor, group: int, rows: Sequence[int]) -> list[Tensor]:
     """View a Megatron parameter as pieces, one for each part of its entry.
 
-    `rows` are the pieces' sizes along dim 0. Pieces of a QKV split have one more dimension,
-    [groups, rows / groups, ...].
+    `group` is the size of `Entry.group`; `rows` are the pieces' sizes along dim 0. Pieces of a QKV
+    split have one more dimension, [groups, rows / groups, ...].
     """
     if split is Split.QKV:
         # A rank has whole KV heads, or part of one.
-        groups = max(rows[1] // head_dim, 1)
+        groups = max(rows[1] // group, 1)
         by_group = param.view(groups, param.size(0) // groups, *param.shape[1:])
         return list(torch.split(by_group, [n // groups for n in rows], dim=1))
     if split is Split.STACKED:

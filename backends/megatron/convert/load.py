@@ -199,7 +199,7 @@ def load_hf(
             for index, part in enumerate(entry.parts):
                 piece = piece_of(entry, index, arch, rank, size, padded)
                 pieces.append(source.read_piece(part.name, shapes[part.name], piece))
-            pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
+            pack(entry.split, pieces, arch.sizes[entry.group], param.data)
 
 
 @torch.no_grad()

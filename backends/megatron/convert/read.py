@@ -14,11 +14,23 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.config_fields import ARCHITECTURES, GPT_OSS_ROPE
+from backends.megatron.convert.config_fields import ARCHITECTURES
 from backends.megatron.convert.families import FAMILIES
-from backends.megatron.convert.fields import expert_fields, latent_fields, latent_scale
-from backends.megatron.convert.rope import FULL_ATTENTION, Rope, read_ropes
-from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Family
+from backends.megatron.convert.fields import (
+    expert_fields,
+    gated_delta_fields,
+    hybrid_layers,
+    latent_fields,
+    latent_scale,
+)
+from backends.megatron.convert.rope import Rope, read_ropes
+from backends.megatron.convert.table import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    Family,
+)
 from rlcore.config import Config
 from rlcore.config.derived import other_folders
 from rlcore.errors import ModelError, named_by
@@ -51,12 +63,14 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     else:
         _check_supported(folder, given, config, family)
     if family.model_type == "gpt_oss":
-        _complete_gpt_oss(folder, config)
+        _check_mxfp4(folder, config)
     if "rope_local_base_freq" in config:
-        given = _complete_gemma3(given, config)
+        given = _with_gemma_ropes(given, config)
     if "index_topk" in config:
         # Full attention, for sequences that are short enough.
         config["layer_types"] = None
+    if family.gated_delta:
+        config["layer_types"] = hybrid_layers(config)
     classes = whole.get("architectures") or ()
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
     if is_classifier:
@@ -141,7 +155,10 @@ def _layer_ropes(
             expected = f"a number for each of the {layers} layers"
             raise refusal(folder, "no_rope_layers", given, expected)
         rotates = [bool(flag) for flag in given[:layers]]
-    return tuple(ropes[kind] if flag else None for kind, flag in zip(kinds, rotates))
+    return tuple(
+        ropes[kind] if flag and kind != LINEAR_ATTENTION else None
+        for kind, flag in zip(kinds, rotates)
+    )
 
 
 def read_models(
@@ -166,10 +183,14 @@ def read_models(
 
 def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     heads = config["num_attention_heads"]
+    # A family of which all layers have experts may have no other width.
+    width = config["intermediate_size"]
+    if width is None and family.experts is not None:
+        width = config[family.experts.width]
     fields: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
+        "ffn_hidden_size": width,
         "num_attention_heads": heads,
         "num_query_groups": config["num_key_value_heads"] or heads,
         "normalization": "RMSNorm",
@@ -206,6 +227,8 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
         fields["softmax_scale"] = config["query_pre_attn_scalar"] ** -0.5
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
+    if family.gated_delta:
+        fields |= gated_delta_fields(folder, config)
     return fields
 
 
@@ -254,7 +277,7 @@ def _family(folder: Path, given: Mapping[str, Any]) -> Family:
 def _check_supported(
     folder: Path, given: Mapping[str, Any], config: Mapping[str, Any], family: Family
 ) -> None:
-    """Refuse attention windows, which are not converted."""
+    """Refuse attention windows, which are not converted, and other kinds of layers."""
     # Qwen's configurations give a window and disable it; Mistral's use the window that they give.
     disabled = "use_sliding_window" in given and "use_sliding_window" in family.fields
     if config["sliding_window"] is not None and not disabled:
@@ -266,9 +289,12 @@ def _check_supported(
         )
     kinds = config["layer_types"]
     layers = config["num_hidden_layers"]
-    kind = "indexed_attention" if "index_topk" in config else FULL_ATTENTION
-    if kinds is not None and (len(kinds) != layers or {*kinds} != {kind}):
-        raise refusal(folder, "layer_types", kinds, f"{kind!r} for each of num_hidden_layers")
+    known = (FULL_ATTENTION, LINEAR_ATTENTION) if family.gated_delta else (FULL_ATTENTION,)
+    if "index_topk" in config:
+        known = ("indexed_attention",)
+    if kinds is not None and (len(kinds) != layers or not {*kinds} <= {*known}):
+        expected = f"{' or '.join(map(repr, known))} for each of num_hidden_layers"
+        raise refusal(folder, "layer_types", kinds, expected)
 
 
 def _layer_windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
@@ -293,28 +319,23 @@ def _complete_windows(folder: Path, config: dict[str, Any], family: Family) -> N
         raise refusal(folder, "layer_types", kinds, expected)
 
 
-def _complete_gpt_oss(folder: Path, config: dict[str, Any]) -> None:
-    """Set the positions that transformers takes by default; refuse other weights than MXFP4."""
-    if config["rope_parameters"] is None and not config["rope_scaling"]:
-        config["rope_parameters"] = dict(GPT_OSS_ROPE)
+def _check_mxfp4(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse other weights than MXFP4."""
     quantised = config["quantization_config"]
     if quantised is not None and quantised.get("quant_method") != "mxfp4":
         raise refusal(folder, "quantization_config", quantised, "quant_method 'mxfp4', or null")
 
 
-def _complete_gemma3(given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Write the positions of both types of layers in the spelling of transformers 5.
-
-    Returns what is given without the keys that this replaces.
-    """
+def _with_gemma_ropes(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, with the positions of both types of layers as transformers 5 spells them."""
     sets = dict(config["rope_parameters"] or {})
     for kind, theta in ((FULL_ATTENTION, "rope_theta"), (SLIDING, "rope_local_base_freq")):
         own = sets.get(kind) or {"rope_type": "default"}
         if isinstance(own, dict):
             scaled = (config["rope_scaling"] or {}) if kind == FULL_ATTENTION else {}
             sets[kind] = {"rope_theta": config[theta], **own, **scaled}
-    config |= {"rope_parameters": sets, "rope_scaling": None}
-    return {key: value for key, value in given.items() if key != "rope_theta"}
+    others = {key: value for key, value in given.items() if key != "rope_theta"}
+    return {**others, "rope_parameters": sets, "rope_scaling": None}
 
 
 def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from backends.megatron.convert.config_fields import ROPE, SCALED_QUERIES
-from backends.megatron.convert.table import Family
+from backends.megatron.convert.table import FULL_ATTENTION, Family
 from rlcore.hf_config.fields import check_fields, refusal
 
-FULL_ATTENTION = "full_attention"
 # A set of positions for the layers of all types.
 _ALL = ""
 

@@ -21,6 +21,10 @@ FUSED_NORMS = {
 # Transformer Engine's grouped matmuls hold a rank's experts as numbered weights of one module.
 _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
+# Words of `layer_types`.
+FULL_ATTENTION = "full_attention"
+LINEAR_ATTENTION = "linear_attention"
+
 # [1, hidden], replicated over TP; Hugging Face's `score.weight`.
 VALUE_HEAD = "value_head.weight"
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -49,7 +53,7 @@ class Split(Enum):
     COLUMN = "column"  # dim 0, contiguous
     ROW = "row"  # dim 1, contiguous
     VOCAB = "vocab"  # dim 0 of the padded vocabulary
-    # q, k, v: interleaved per KV group; groups are split over the ranks.
+    # q, k, v, for example: interleaved per KV group; groups are split over the ranks.
     QKV = "qkv"
     # gate and up, for example: each split along dim 0, then stacked on every rank.
     STACKED = "stacked"
@@ -101,6 +105,8 @@ class Entry:
     # A TransformerConfig field: only models with it have the entry.
     where: str | None = None
     unless: str | None = None  # a field: only models without it have the entry
+    # The rows of the second part in a group of a QKV split.
+    group: str = "head"
     dtype: str | None = None  # fixed dtype, whatever the model's
 
     @property
@@ -230,6 +236,9 @@ class Family:
     language_class: str = ""
     # Queries grow with their position (`llama_4_scaling_beta`).
     scaled_queries: bool = False
+    # `layer_types` has layers with gated delta rules besides those with attention, whose queries
+    # have output gates; norms scale by 1 + weight.
+    gated_delta: bool = False
 
     @property
     def key(self) -> str:

@@ -1,4 +1,8 @@
-"""Self-attention with more tensor-parallel ranks than KV heads.
+"""Self-attention with an output gate, and with more tensor-parallel ranks than KV heads.
+
+With an output gate (Qwen3-Next, Qwen3.5) the rows of each query head are followed by those of its
+gate, as in the Hugging Face folder. Megatron's own attention expects all gates of a KV head behind
+its query heads.
 
 Tensor-parallel ranks that share a KV head hold equal parts of its rows. Of a head of size d over n
 ranks, a rank's QKV projection has
@@ -33,7 +37,41 @@ def divides_heads(config: TransformerConfig) -> bool:
     return config.num_query_groups < config.tensor_model_parallel_size
 
 
-class DividedHeads(SelfAttention):
+class GatedAttention(SelfAttention):
+    """Self-attention whose heads are multiplied by their gates, if the model has gates."""
+
+    def get_query_key_value_tensors(  # type: ignore[override]
+        self, hidden_states: Tensor, *unused: Any, **unused_options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return q [T, 1, heads, d], k and v [T, 1, groups, d], and the gates if there are any."""
+        mixed: Tensor = self.linear_qkv(hidden_states)[0]
+        head_dim = self.hidden_size_per_attention_head
+        by_group = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
+        query, key, value = by_group.split(
+            [by_group.size(-1) - 2 * head_dim, head_dim, head_dim], dim=-1
+        )
+        return self.of_heads(query.flatten(2), key, value)
+
+    def of_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Split [T, 1, rows of all heads] into heads and gates, and apply the norms of heads."""
+        head_dim = self.hidden_size_per_attention_head
+        gates: list[Tensor] = []
+        if self.config.attention_output_gate:
+            query, *gates = query.unflatten(-1, (-1, 2 * head_dim)).chunk(2, dim=-1)
+        else:
+            query = query.unflatten(-1, (-1, head_dim))
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value, *gates
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        # Megatron's function is compiled for each size of a pack.
+        return x * gate.reshape(x.shape).sigmoid()
+
+
+class DividedHeads(GatedAttention):
     """Self-attention whose KV heads are divided over ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,15 +81,16 @@ class DividedHeads(SelfAttention):
         # The KV head of this rank, and this rank's number among the ranks of that head.
         self.head, self.member = divmod(self.tp_group.rank(), self.ranks_of_head)
         self.query_rows = self.query_projection_size // self.tp_group.size()
+        if self.config.attention_output_gate:
+            self.query_rows *= 2
         self.head_rows = self.hidden_size_per_attention_head // self.ranks_of_head
 
     def get_query_key_value_tensors(  # type: ignore[override]
         self, hidden_states: Tensor, *unused: Any, **unused_options: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, 1, heads of this rank, d], and k and v [T, 1, 1, d]."""
+    ) -> tuple[Tensor, ...]:
+        """Return q [T, 1, heads of this rank, d], k and v [T, 1, 1, d], and gates like q."""
         mixed: Tensor = self.linear_qkv(hidden_states)[0]
         query, own = mixed.split([self.query_rows, 2 * self.head_rows], dim=-1)
-        query = query.unflatten(-1, (-1, self.hidden_size_per_attention_head))
         # The gather is along the first dimension, and its backward pass sums over the ranks.
         gathered = gather_from_sequence_parallel_region(
             own, tensor_parallel_output_grad=True, group=self.tp_group
@@ -61,11 +100,7 @@ class DividedHeads(SelfAttention):
         of_head = parts.narrow(0, self.head * self.ranks_of_head, self.ranks_of_head)
         # The copy frees the heads of the other ranks.
         key, value = of_head.permute(3, 1, 2, 0, 4).flatten(3).unsqueeze(3)
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        return query, key, value
+        return self.of_heads(query, key, value)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -1,4 +1,4 @@
-"""Rotary embedding and gated activation with custom backward passes.
+"""Rotary embedding, gated activation and norms with custom backward passes.
 
 These read and write the activations less often than autograd's backward passes.
 """

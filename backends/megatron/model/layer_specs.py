@@ -35,11 +35,12 @@ from backends.megatron.model.attention import (
     LocalRMSNorm,
     PackedAttention,
 )
-from backends.megatron.model.divided_heads import DividedHeads, divides_heads
+from backends.megatron.model.divided_heads import DividedHeads, GatedAttention, divides_heads
 from backends.megatron.model.elementwise import ClampedSwiGLU, GeGLU, SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
+from backends.megatron.model.recurrent.gated_delta import GatedDelta, GatedDeltaParts
 from rlcore.errors import ConfigError
 
 # Adds an output and its bias to the residual stream.
@@ -74,8 +75,12 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> Mo
     layer_spec = te_layer_spec if te else local_layer_spec
     experts = config.num_moe_experts if arch.moe_layers[layer] else None
     spec = layer_spec(config, experts, arch.ropes[layer])
-    if divides_heads(config):
+    if arch.recurrent_layers[layer]:
+        spec.submodules.self_attention = ModuleSpec(GatedDelta, submodules=GatedDeltaParts())
+    elif divides_heads(config):
         spec.submodules.self_attention.module = DividedHeads
+    elif config.attention_output_gate:
+        spec.submodules.self_attention.module = GatedAttention
     if arch.table.norm_over_heads:
         norm_over_heads(spec, config)
     if arch.table.windows:

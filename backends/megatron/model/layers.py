@@ -114,19 +114,21 @@ class PrefixSharing:
 
 
 def choose_prefix_sharing(
-    config: Config, layers: Layers, *, by_length: bool = False
+    config: Config, layers: Layers, why_whole: str | None = None
 ) -> PrefixSharing:
     """Choose whether shared prefixes are computed once.
 
     Args:
-        by_length: a token's rotary angle depends on the length of its sequence.
+        why_whole: `Architecture.why_whole` of a model of the run that has a reason.
 
     Raises ConfigError if `policy.share_prefixes` is `on`, but the run does not support it.
     """
     wanted = config.policy.share_prefixes
     if wanted == "off":
         return PrefixSharing(False, "policy.share_prefixes: off")
-    if layers.transformer_engine:
+    if why_whole is not None:
+        why_not = why_whole
+    elif layers.transformer_engine:
         why_not = (
             "the attention of Transformer Engine's layers has no mask for it"
             " (policy.transformer_engine: off takes megatron-core's own layers)"
@@ -135,8 +137,6 @@ def choose_prefix_sharing(
         why_not = f"policy.megatron.{losses[0]}: a router's loss would count a shared token once"
     elif config.policy.mtp_coef:
         why_not = "policy.mtp_coef: sequences that share a token may differ in the next one"
-    elif by_length:
-        why_not = "with longrope a token's angle depends on the length of its sequence"
     else:
         return PrefixSharing(True, f"policy.share_prefixes: {wanted}")
     if wanted == "on":

@@ -65,17 +65,18 @@ class Adapter(nn.Module):
 
     Args:
         rows: this rank's rows of every matrix of the layer, adapted or not.
+        group_rows: the size of `Entry.group`.
     """
 
     def __init__(
-        self, layer: Any, adapted: Adapted, rows: Sequence[int], head_dim: int, scale: float
+        self, layer: Any, adapted: Adapted, rows: Sequence[int], group_rows: int, scale: float
     ) -> None:
         super().__init__()
         self.weight_name = adapted.entry.megatron
         self.scale = scale
         self.split = adapted.entry.split
         self.rows = list(rows)
-        self.head_dim = head_dim
+        self.group_rows = group_rows
         self.by_column = isinstance(layer, ColumnParallelLinear)
         self.group: ProcessGroup = layer.tp_group
         # Experts exchange tokens themselves.
@@ -154,7 +155,7 @@ class Adapter(nn.Module):
         if self.split is not Split.QKV:
             return torch.cat(blocks)
         # Rows of q, k and v alternate group by group; a rank may have part of one group.
-        groups = max(self.rows[1] // self.head_dim, 1)
+        groups = max(self.rows[1] // self.group_rows, 1)
         by_group = [block.view(groups, -1, block.size(1)) for block in blocks]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
@@ -222,8 +223,8 @@ def _attach(
     shapes = part_shapes(arch, entry)
     parts = [tp_slice(entry.split, shape, rank, size, 0) for shape in shapes]
     rows = [part.shape(shape)[0] for part, shape in zip(parts, shapes)]
-    head_dim = arch.transformer["kv_channels"]
-    layer.lora = Adapter(layer, adapted, rows, head_dim, config.alpha / adapted.rank)
+    group_rows = arch.sizes[entry.group]
+    layer.lora = Adapter(layer, adapted, rows, group_rows, config.alpha / adapted.rank)
     layer.__class__ = AdaptedColumn if layer.lora.by_column else AdaptedRow
     for factors in layer.lora.factors():
         whole = _initial(factors, shapes[0][1], seed)

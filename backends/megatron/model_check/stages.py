@@ -89,7 +89,7 @@ class Stage:
     def pieces(self, entry: Entry, weight: Tensor) -> list[Tensor]:
         """A weight, or columns of outputs [rows, n], as the parts of its entry."""
         rows = [shape[0] for shape in part_shapes(self.arch, entry)]
-        views = unpack(entry.split, weight, self.arch.transformer["kv_channels"], rows)
+        views = unpack(entry.split, weight, self.arch.sizes[entry.group], rows)
         return [view.reshape(count, *weight.shape[1:]) for view, count in zip(views, rows)]
 
     def embed(self) -> Tensor:

@@ -361,7 +361,7 @@ class WeightExporter:
         entry = part.entry
         rows = [self._piece(entry, index, at).shape[0] for index in range(len(entry.parts))]
         param = self._params[entry.megatron].data
-        pieces = unpack(entry.split, param, self.arch.transformer["kv_channels"], rows)
+        pieces = unpack(entry.split, param, self.arch.sizes[entry.group], rows)
         return self._exported.merged(entry, part.index, pieces[part.index])
 
     # --- agreement between ranks ------------------------------------------------------------------

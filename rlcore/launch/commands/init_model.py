@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Family = Literal[
     "qwen3", "qwen2", "llama", "mistral", "ministral3", "seed_oss", "smollm3", "qwen3_moe",
-    "mixtral", "deepseek_v3", "glm4_moe_lite", "kimi_k2",
+    "mixtral", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen3_5", "qwen3_5_moe",
 ]  # fmt: skip
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 # Of families that need no further fields.
@@ -231,6 +231,8 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     # Two classes derive the head size from hidden / heads.
     if spec.family not in ("qwen2", "smollm3"):
         sizes["head_dim"] = head
+    if spec.family in ("qwen3_5", "qwen3_5_moe"):
+        return _gated_delta(spec, sizes)
     experts = {"num_experts_per_tok": spec.experts_per_token, "num_local_experts": spec.experts}
     if spec.family == "qwen3_moe":
         return transformers.Qwen3MoeConfig(
@@ -241,6 +243,37 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     if spec.family == "mistral":
         sizes["sliding_window"] = None
     return getattr(transformers, DENSE_CONFIGS[spec.family])(**sizes)
+
+
+def _gated_delta(spec: ModelSpec, sizes: dict[str, Any]) -> Any:
+    """The text model of Qwen3.5: every fourth layer has attention, or the last of fewer."""
+    import transformers
+
+    head: int = sizes["head_dim"]
+    every = min(4, spec.layers)
+    delta = {
+        "layer_types": [
+            "linear_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(spec.layers)
+        ],
+        "linear_num_key_heads": spec.kv_heads,
+        "linear_num_value_heads": spec.heads,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
+        # The published models' quarter of a head, or what is even.
+        "partial_rotary_factor": next(part for part in (0.25, 0.5, 1.0) if head * part % 2 == 0),
+    }
+    if spec.family == "qwen3_5":
+        return transformers.Qwen3_5TextConfig(**sizes, **delta)
+    width = max(spec.intermediate // 2, 1)
+    experts = {
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+    }
+    del sizes["intermediate_size"]
+    return transformers.Qwen3_5MoeTextConfig(**sizes, **delta, **experts)
 
 
 def _rename(folder: Path, model_type: str) -> None:

@@ -317,10 +317,10 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     if config.is_sft:
         response = policy.max_tokens_per_microbatch - prompt
     # How many samples surely share a prompt in a pack. Transformer Engine's layers, which a GPU may
-    # use, share nothing.
+    # use, share nothing, and neither do some models.
     share = policy.share_prefixes
     is_shared = share == "on" or (share == "auto" and policy.transformer_engine == "off")
-    is_shared &= not policy.mtp_coef
+    is_shared = is_shared and not policy.mtp_coef and arch.why_whole is None
     return Job(
         trained=tuple(trained),
         frozen=tuple(frozen),

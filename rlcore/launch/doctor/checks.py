@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from backends.megatron import kernel_probe
+from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.config.derived import in_weight_group
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.deadlines import NVIDIA_SMI_S
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, ModelError
 from rlcore.interpreters.ask import Interpreter, ask, cuda_toolkit
 from rlcore.launch.doctor.machine import Check, Level, Run, cheap_checks, gib
 from rollout.sandbox.local import build_sandbox
@@ -24,6 +25,7 @@ from rollout.sandbox.local import build_sandbox
 INSTALL = "./scripts/install.sh"
 INSTALL_ENGINES = "./scripts/install_sglang.sh"
 GPU_FIELDS = "name,memory.total,memory.free,driver_version"
+FLA = "flash-linear-attention"
 MIN_DRIVER = {"12": 525, "13": 580}  # major version of CUDA -> of the driver
 MOSTLY_FREE = 0.9  # of a GPU's memory; with less, another process uses the GPU
 
@@ -45,6 +47,8 @@ def check_machine(config: Config | None) -> Iterator[Check]:
         if theirs is not None and not theirs.broken and ours.gpus and run.engine.device != "cpu":
             yield _toolkit(run)
         yield _kernels(run, ours)
+        if ours.gpus and not ours.kernels_broken:
+            yield from _gated_delta(run, ours)
         if ours.gpus and ours.uncompiled and not run.config.run.deterministic:
             needed = "triton and a C compiler, with which the LM head takes a third of the time"
             advice = "install the missing part, such as gcc"
@@ -89,7 +93,7 @@ def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
     extras = ["ray"] * (run.cluster.launcher == "ray")
     extras += ["wandb"] * run.config.tracking.wandb.enabled
     wanted = requirements(extras)
-    python = ask(sys.executable, [*wanted, "transformer-engine"], module=kernel_probe.__name__)
+    python = ask(sys.executable, [*wanted, "transformer-engine", FLA], module=kernel_probe.__name__)
     name = "trainer environment"
     found = f"{sys.executable}: Python {python.python}, torch {python.torch or 'missing'}"
     if problem := python.broken or ", ".join(unmet(wanted, python.packages)):
@@ -174,6 +178,27 @@ def _kernels(run: Run, ours: Interpreter) -> Check:
         return Check("ok", "kernels", found)
     return Check(
         "note", "kernels", found, "", f"Transformer Engine (extra te) is faster: {INSTALL}"
+    )
+
+
+def _gated_delta(run: Run, ours: Interpreter) -> Iterator[Check]:
+    """Report what computes the gated delta rules of the run's model, if it has any."""
+    try:
+        arch = read_architecture(run.config.model.path, weights=False)
+    except ModelError:
+        # `rlcore validate` reports the folder.
+        return
+    if not any(arch.recurrent_layers):
+        return
+    if run.config.model.dtype == "bf16" and not run.config.run.deterministic:
+        if version := ours.packages.get(FLA):
+            yield Check("ok", "gated delta rule", f"{FLA} {version}")
+            return
+        advice = f"install {FLA} next to rlcore: pip install {FLA}"
+    else:
+        advice = f"train in bf16 without run.deterministic, which {FLA} needs"
+    yield Check(
+        "note", "gated delta rule", "in chunks of 64 by torch, which is slower", FLA, advice
     )
 
 

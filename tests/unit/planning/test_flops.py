@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.planning.devices import peak_flops
-from rlcore.planning.shape import ModelShape
+from rlcore.planning.shape import ModelShape, RecurrentShape
 from rlcore.trainer.step_metrics import Utilization
 
 EXAMPLES = Path(__file__).parents[3] / "examples/models"
@@ -29,10 +30,10 @@ TINY_LAYERS = 2 * (8 * (12 + 6 + 6) + 12 * 8 + 3 * 8 * 5)
 def test_the_example_models_have_the_published_number_of_weights() -> None:
     shapes = {
         name: read_architecture(EXAMPLES / name, weights=False).shape
-        for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Llama-3.1-70B")
+        for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Llama-3.1-70B", "Qwen3-Next-80B-A3B")
     }
     assert [shape.parameters for shape in shapes.values()] == [
-        7_615_616_512, 30_532_122_624, 70_553_706_496
+        7_615_616_512, 30_532_122_624, 70_553_706_496, 79_674_391_296
     ]  # fmt: skip
     # The name "A3B" counts the embedding, which costs no FLOPs: `active_parameters` leaves it out.
     moe = shapes["Qwen3-30B-A3B"]
@@ -74,6 +75,31 @@ def test_forward_flops_count_the_chosen_experts_alone() -> None:
     )  # fmt: skip
     one_layer = 2 * 3 * 8 * 7 + 3 * 8 * 4 + 8 * (6 + 1) - 3 * 8 * 5
     assert moe.forward_flops([1], 0) - TINY.forward_flops([1], 0) == 2 * one_layer
+
+
+def test_a_gated_delta_layer_reads_and_writes_its_state_in_place_of_attention() -> None:
+    """One key head of size 3 for two heads of values of size 5; output gates in the other layer."""
+    sizes = {
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4, "hidden_size": 8,
+    }  # fmt: skip
+    hybrid = replace(
+        TINY,
+        output_gate=True,
+        recurrent=RecurrentShape.of_fields(sizes),
+        recurrent_layers=(True, False),
+    )
+    projections = 8 * (3 + 3 + 10 + 10 + 2 + 2) + 10 * 8
+    assert hybrid.layer_matrices == (
+        TINY_LAYERS - 8 * (12 + 6 + 6) - 12 * 8 + 8 * 12 + projections + 3 * 2 * 3 * 5
+    )
+    assert hybrid.cost.quadratic == TINY.cost.quadratic / 2
+    own = projections + (3 + 3 + 10) * 4 + 2 + 2 + 5
+    attention = 8 * (12 + 6 + 6) + 12 * 8
+    assert hybrid.parameters == TINY.parameters - attention + 8 * 12 + own
+    parts = [hybrid.of_layers(range(k, k + 1)) for k in range(2)]
+    assert sum(part.layer_matrices for part in parts) == hybrid.layer_matrices
+    assert hybrid.joined(parts) == hybrid
 
 
 def test_a_plan_and_the_metric_count_alike() -> None:

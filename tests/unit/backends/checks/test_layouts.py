@@ -30,6 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
             "architectures": ["LlamaForCausalLM"]},
     "narrow": {**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3, "model_type": "llama",
                "architectures": ["LlamaForCausalLM"]},
+    "hybrid": {**SIZES, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
+               "head_dim": 8, "linear_num_key_heads": 6, "linear_num_value_heads": 6},
 }  # fmt: skip
 
 # model; overrides; what is said; the overrides that it names instead (`-key`: leave the key out).
@@ -62,6 +64,13 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "policy.parallel.tensor: 12 does not fit the model's 2 KV heads of size 8: expected a divisor "
      "of 2, or a multiple of it that divides 16, the rows of all KV heads; set it to 4",
      "tensor=4"),
+    ("hybrid", "tensor=4 processes=4",
+     "policy.parallel.tensor: 4 does not divide the model's key heads of the gated delta rule (6); "
+     "set it to 2", "tensor=2"),
+    ("hybrid", "tensor=2 context=4 processes=8",
+     "policy.parallel: tensor 2 x context 4 = 8 does not divide the 6 key heads of the model's "
+     "gated delta rule, which context-parallel ranks share; set context to 3",
+     "context=3 processes=6"),
     ("dense", "sequence=true",
      "policy.parallel.sequence (override): sequence parallelism needs policy.parallel.tensor > 1: "
      "set it to false",

@@ -46,6 +46,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
+DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+}  # fmt: skip
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": None}, "seed_oss": {"head_dim": 8}, "smollm3": {},
@@ -61,6 +66,11 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     },
+    "qwen3_next": {
+        **QWEN_MOE, **DELTA, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**QWEN_MOE, **DELTA, "shared_expert_intermediate_size": 24},
     **{name: {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -68,10 +78,13 @@ OWN: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     } for name in LATENT},
 }  # fmt: skip
+DELTA_SIZES = (
+    "conv_kernel_dim", *(key.removeprefix("linear_") for key in DELTA if key != "head_dim")
+)  # fmt: skip
 SIGMOID = (*LATENT, "glm4_moe")
 WINDOWED = ("mixtral", "mistral", "ministral3")
 # Of which transformers rotates a part of each head.
-PARTIAL = ("glm4_moe", "minimax_m2")
+PARTIAL = ("glm4_moe", "minimax_m2", *HYBRID)
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -95,8 +108,8 @@ every_family = pytest.mark.parametrize("family", sorted(FAMILIES.keys() & OWN))
 
 
 def base(family: str, head: str = "CausalLM") -> dict[str, Any]:
-    prefix = FAMILIES[family].class_prefix
-    return {"model_type": family, "architectures": [f"{prefix}For{head}"], **SIZES, **OWN[family]}
+    name = FAMILIES[family].classes[head != "CausalLM"]
+    return {"model_type": family, "architectures": [name], **SIZES, **OWN[family]}
 
 
 def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -148,11 +161,15 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
     rope = config.rope_parameters
     found = {
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "layers": config.num_hidden_layers,
+        # No layer of one family has this width.
+        "intermediate_size": (
+            None if family == "qwen3_5_moe_text" else config.intermediate_size
+        ),
+        "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads, "groups": config.num_key_value_heads,
         "positions": config.max_position_embeddings, "epsilon": config.rms_norm_eps,
         "tied": config.tie_word_embeddings,
-        "norms": family in ("qwen3", "qwen3_moe")
+        "norms": family in ("qwen3", "qwen3_moe", *HYBRID)
         or (family == "glm4_moe" and config.use_qk_norm),
         "bias": getattr(config, "attention_bias", False) or family in ("qwen2", "qwen2_moe"),
         "rotates": [bool(x) for x in getattr(config, "no_rope_layers", None) or ()]
@@ -166,6 +183,12 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
             for layer in range(config.num_hidden_layers)
         ],
     }  # fmt: skip
+    if family in HYBRID:
+        found["recurrent"] = [kind == "linear_attention" for kind in config.layer_types]
+        found["rotates"] = [not recurrent for recurrent in found["recurrent"]]
+        if all(found["recurrent"]):
+            found["rope"] = None
+        found["delta"] = [getattr(config, f"linear_{key}") for key in DELTA_SIZES]
     return {**found, **(meant_experts(config) if hasattr(config, "num_experts_per_tok") else {})}
 
 
@@ -199,7 +222,10 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
             "expert_layers": [True for _ in layers],
             "width": config.intermediate_size,
         }
-    found |= {"normalized": bool(config.norm_topk_prob), "width": config.moe_intermediate_size}
+    # All experts of Qwen3.5 are normalised, and all its layers have them.
+    has = {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    has = {key: getattr(config, key, default) for key, default in has.items()}
+    found |= {"normalized": bool(has["norm_topk_prob"]), "width": config.moe_intermediate_size}
     if family in SIGMOID:
         found |= {"experts": config.n_routed_experts,
                   "expert_layers": [
@@ -217,13 +243,13 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
                 "interleave": bool(getattr(config, "rope_interleave", True)),
                 "ranks": [config.q_lora_rank, config.kv_lora_rank, config.v_head_dim]}  # fmt: skip
     sparse = [
-        layer not in config.mlp_only_layers
+        layer not in has["mlp_only_layers"]
         and config.num_experts > 0
-        and (layer + 1) % config.decoder_sparse_step == 0
+        and (layer + 1) % has["decoder_sparse_step"] == 0
         for layer in layers
     ]
     found |= {"experts": config.num_experts, "expert_layers": sparse}
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", *HYBRID):
         found["shared"] = config.shared_expert_intermediate_size
     return found
 
@@ -233,6 +259,7 @@ def ours(arch: Architecture) -> dict[str, Any]:
     t = arch.transformer
     (rope,) = {*arch.ropes} - {None} or {None}
     assert len(arch.ropes) == t["num_layers"]
+    [rope] = {*arch.ropes} - {None} or [None]
     found = {
         "vocab_size": arch.vocab_size, "hidden_size": t["hidden_size"],
         "intermediate_size": t["ffn_hidden_size"], "layers": t["num_layers"],
@@ -255,7 +282,12 @@ def ours(arch: Architecture) -> dict[str, Any]:
             "normalized": not t["moe_router_pre_softmax"], "expert_layers": arch.moe_layers,
             "width": t["moe_ffn_hidden_size"],
         }  # fmt: skip
-    if arch.family in ("qwen2_moe", *SIGMOID):
+    if arch.family in HYBRID:
+        found["recurrent"] = arch.recurrent_layers
+        found["delta"] = [t[f"linear_{key}"] for key in DELTA_SIZES]
+    if arch.family == "qwen3_5_moe_text":
+        found["intermediate_size"] = None
+    if arch.num_experts and arch.family in ("qwen2_moe", *HYBRID, *SIGMOID):
         found["shared"] = t["moe_shared_expert_intermediate_size"]
     if arch.family in SIGMOID:
         found |= {
@@ -265,7 +297,7 @@ def ours(arch: Architecture) -> dict[str, Any]:
     if arch.latent_attention:
         assert rope is not None
         found |= {
-            "rotary": t["qk_pos_emb_head_dim"], "interleave": rope.interleaved,
+            "rotary": t["qk_pos_emb_head_dim"], "interleave": rope is not None and rope.interleaved,
             "ranks": [t["q_lora_rank"], t["kv_lora_rank"], t["v_head_dim"]],
         }  # fmt: skip
     return found
@@ -275,7 +307,10 @@ def converted(config: PretrainedConfig) -> bool:
     """Whether a model of transformers' configuration has nothing that we do not convert."""
     has = {field.name: getattr(config, field.name) for field in fields(config)}
     biased = {"glm4_moe": (True, False), "seed_oss": (True, False), "gpt_oss": (True,)}
-    kinds = {"full_attention", "indexed_attention"}
+    kinds = {
+        "full_attention",
+        "linear_attention" if config.model_type in HYBRID else "indexed_attention",
+    }
     if config.model_type == "gpt_oss":
         kinds.add("sliding_attention")
     windows = has.get("use_sliding_window") or (
@@ -390,7 +425,14 @@ def test_two_fields_together(family: str, tmp_path: Path) -> None:
         elif field.kind == "flag":
             pool[key] = [True, False, LEFT_OUT]
         elif field.kind in ("counts", "texts") and key != "architectures":
-            pool[key] = [[], [0, 3], ["full_attention"] * 4, ["sliding_attention"] * 4, None]
+            pool[key] = [
+                [],
+                [0, 3],
+                ["full_attention"] * 4,
+                ["sliding_attention"] * 4,
+                ["linear_attention", "full_attention"] * 2,
+                None,
+            ]
     ropes = [
         *ropes_of(family).values(),
         {"type": "linear", "factor": 2.0},

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from backends.megatron.convert.adapters import linear_entries
+from backends.megatron.convert.adapters import adapted_layers, linear_entries
 from backends.megatron.convert.architecture import Architecture, model_entries, tensor_shapes
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.folder import FolderWriter
@@ -29,6 +29,7 @@ from backends.megatron.convert.layout import (
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Split
+from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError, ModelError
 from rlcore.weights import TensorSpec
 
@@ -94,8 +95,14 @@ def test_a_tensor_of_several_parts(fused: Architecture) -> None:
     assert shapes[f"{layer}self_attn.qkv_proj.bias"] == (16 + 8 + 8,)
     assert shapes[f"{layer}mlp.gate_up_proj.weight"] == (2 * 12, 8)
     assert shapes["lm_head.weight"] == (31, 8)
-    with pytest.raises(ConfigError, match=r"qkv_proj\.weight of fused is one matrix of several"):
-        list(linear_entries(fused))
+    assert {name.split(".")[-2] for entry in linear_entries(fused) for name in entry.names} == {
+        "o_proj",
+        "down_proj",
+    }
+    assert adapted_layers(fused, LoraConfig(rank=2, targets=["o_proj"]))
+    for target in ("qkv_proj", "all-linear"):
+        with pytest.raises(ConfigError, match=f"'{target}' targets .* several parts .* o_proj"):
+            adapted_layers(fused, LoraConfig(rank=2, targets=[target]))
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_parts_of_a_layer_are_replaced_in_specs_that_are_partial_calls(
     monkeypatch.setattr(layer_specs, "get_gpt_layer_local_spec", later)
     config: Any = SimpleNamespace(
         qk_layernorm=False, multi_latent_attention=False, normalization="RMSNorm",
-        moe_router_score_function="softmax",
+        moe_router_score_function="softmax", activation_func_clamp_value=None, activation_func=None,
     )  # fmt: skip
     mlp = layer_specs.submodules_of(layer_specs.local_layer_spec(config, 4, None).submodules.mlp)
     assert mlp.router is PackRouter

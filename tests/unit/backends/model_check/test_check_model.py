@@ -23,6 +23,7 @@ with importing_megatron():
     from backends.megatron.model_check import check as checks
     from backends.megatron.model_check.check import StageReport, check_model
 from rlcore import cli
+from tests.language_models import VISION, draw
 from tests.peak_bytes import peak_bytes
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -40,6 +41,10 @@ SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_si
 LATENT = {**SIGMOID, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
           "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8, "n_group": 4,
           "topk_group": 2}  # fmt: skip
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+         "linear_value_head_dim": 10, "layer_types": ["linear_attention", "full_attention"],
+         **GROUPED}  # fmt: skip
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 INDEXER = {"index_n_heads": 2, "index_head_dim": 16}
 # A family that is not here fails `test_every_family_agrees`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,6 +77,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     ),
+    "qwen3_next": ("Qwen3Next", {**DELTA, **SHARED}),
+    "qwen3_5_text": ("Qwen3_5Text", DELTA),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**DELTA, **SHARED}),
+    "qwen3_5": ("Qwen3_5", {**DELTA, "vision_config": VISION}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **SHARED, "vision_config": VISION}),
     "deepseek_v3": ("DeepseekV3", LATENT),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True}),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),
@@ -115,8 +125,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("check_model")
     for seed, (name, (kind, keys)) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
-        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **keys})
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = draw(f"{kind}Config", {**SIZES, **keys})
         with torch.no_grad():
             for key, weight in (*model.named_parameters(), *model.named_buffers()):
                 if "inv_freq" not in key:

@@ -1,0 +1,221 @@
+"""The rows that the tables of several families share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from backends.megatron.convert.table import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    WORD_EMBEDDING,
+    Entry,
+    Part,
+    Split,
+)
+
+M = "decoder.layers.{layer}."
+H = "model.layers.{layer}."
+ATTENTION_M = M + "self_attention."
+ATTENTION_H = H + "self_attn."
+
+
+def gated(
+    megatron: str,
+    hf: str,
+    layers: str,
+    width: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Entry, Entry]:
+    """A gated feed-forward net; `names` are its gate, up and down projections."""
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
+    wide = tuple(Part(name, (width, "hidden")) for name in (gate, up))
+    return (
+        Entry(megatron + "linear_fc1.weight", wide, Split.STACKED, layers),
+        Entry(megatron + "linear_fc2.weight", (Part(down, ("hidden", width)),), Split.ROW, layers),
+    )
+
+
+def whole(
+    megatron: str, hf: str, *shape: str, split: Split = Split.REPLICATED, **options: Any
+) -> Entry:
+    """The row of one tensor."""
+    return Entry(megatron, (Part(hf, shape),), split, **options)
+
+
+def qkv(kind: str, *tail: str, where: str | None = None) -> Entry:
+    """The row of three projections, or of their biases."""
+    return Entry(
+        ATTENTION_M + f"linear_qkv.{kind}",
+        tuple(
+            Part(ATTENTION_H + f"{name}_proj.{kind}", (rows, *tail))
+            for name, rows in (("q", "query"), ("k", "key"), ("v", "key"))
+        ),
+        Split.QKV,
+        where=where,
+    )
+
+
+# Everything except the feed-forward nets.
+TRUNK = (
+    whole(WORD_EMBEDDING, "model.embed_tokens.weight", "vocab", "hidden", split=Split.VOCAB),
+    whole(M + "input_layernorm.weight", H + "input_layernorm.weight", "hidden"),
+    qkv("weight", "hidden"),
+    whole(
+        ATTENTION_M + "linear_proj.weight",
+        ATTENTION_H + "o_proj.weight",
+        "hidden",
+        "attended",
+        split=Split.ROW,
+    ),
+    whole(M + "pre_mlp_layernorm.weight", H + "post_attention_layernorm.weight", "hidden"),
+    whole("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
+    whole(OUTPUT_LAYER, "lm_head.weight", "vocab", "hidden", split=Split.VOCAB),
+    whole(VALUE_HEAD, "score.weight", "one", "hidden"),
+)
+DENSE = (*TRUNK, *gated(M + "mlp.", H + "mlp.", "dense", "ffn"))
+
+QKV_BIAS = qkv("bias", where="add_qkv_bias")
+QK_NORM = tuple(
+    whole(
+        ATTENTION_M + f"{name}_layernorm.weight",
+        ATTENTION_H + f"{name}_norm.weight",
+        "head",
+        where="qk_layernorm",
+    )
+    for name in ("q", "k")
+)
+
+
+def routed(module: str, names: tuple[str, str, str]) -> tuple[Entry, ...]:
+    """A router and its experts; `names` as in `gated`."""
+    expert = M + "mlp.experts.local_experts.{expert}."
+    return (
+        whole(
+            M + "mlp.router.weight", H + module + "gate.weight", "experts", "hidden", layers="moe"
+        ),
+        *gated(expert, H + module + "experts.{expert}.", "moe", "expert_ffn", names),
+    )
+
+
+EXPERTS = routed("mlp.", ("gate_proj", "up_proj", "down_proj"))
+
+
+def low_rank(
+    megatron: str, hf: str, *shape: str, split: Split = Split.COLUMN, **options: Any
+) -> Entry:
+    return whole(ATTENTION_M + megatron, ATTENTION_H + hf, *shape, split=split, **options)
+
+
+WITH_LOW_QUERY: dict[str, Any] = {"where": "q_lora_rank"}
+LATENT_ATTENTION = (
+    low_rank("linear_q_proj.weight", "q_proj.weight", "query", "hidden", unless="q_lora_rank"),
+    low_rank("linear_q_down_proj.weight", "q_a_proj.weight", "q_low", "hidden", **WITH_LOW_QUERY),
+    low_rank(
+        "q_layernorm.weight",
+        "q_a_layernorm.weight",
+        "q_low",
+        split=Split.REPLICATED,
+        **WITH_LOW_QUERY,
+    ),
+    low_rank("linear_q_up_proj.weight", "q_b_proj.weight", "query", "q_low", **WITH_LOW_QUERY),
+    low_rank("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "kv_down", "hidden"),
+    low_rank("kv_layernorm.weight", "kv_a_layernorm.weight", "kv_low", split=Split.REPLICATED),
+    low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight", "kv_up", "kv_low"),
+)
+
+# Experts with sigmoid routers with a bias, and experts that every token passes through.
+BIASED_ROUTER = (
+    whole(
+        M + "mlp.router.expert_bias",
+        H + "mlp.gate.e_score_correction_bias",
+        "experts",
+        layers="moe",
+        dtype="float32",
+    ),
+    *EXPERTS,
+    *gated(M + "mlp.shared_experts.", H + "mlp.shared_experts.", "moe", "shared_ffn"),
+)
+
+
+def stacked(megatron: str, hf: str, split: Split, *shapes: tuple[str, ...]) -> Entry:
+    """A row of experts: parts in turns in one tensor of all experts, matrices transposed."""
+    parts = tuple(
+        Part(
+            H + "mlp.experts." + hf,
+            shape,
+            step=len(shapes),
+            phase=phase,
+            transposed=len(shape) == 2,
+            of_experts=True,
+        )
+        for phase, shape in enumerate(shapes)
+    )
+    return Entry(M + "mlp.experts.local_experts.{expert}." + megatron, parts, split, "moe")
+
+
+# --- gated delta rules ---
+
+_DELTA_H = H + "linear_attn."
+_CONVOLVED = ("delta_keys", "delta_keys", "delta_values")
+
+
+def hybrid(entries: tuple[Entry, ...], delta: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The rows of a model that has attention in some layers alone, and `delta` in the others."""
+    attention = [entry for entry in entries if entry.megatron.startswith(ATTENTION_M)]
+    return (
+        *(entry for entry in entries if entry not in attention),
+        *(replace(entry, layers=FULL_ATTENTION) for entry in attention),
+        *delta,
+    )
+
+
+def _row(megatron: str, hf: str, *shape: str, split: Split = Split.REPLICATED) -> Entry:
+    """The row of one tensor."""
+    return Entry(ATTENTION_M + megatron, (Part(_DELTA_H + hf, shape),), split, LINEAR_ATTENTION)
+
+
+def _joined(name: str, rows: tuple[str, ...], *tail: str) -> tuple[Part, ...]:
+    """The parts of one tensor, which follow each other."""
+    return tuple(Part(name, (own, *tail), rows[:k]) for k, own in enumerate(rows))
+
+
+def _gated_delta(projections: tuple[Part, ...], group: str) -> tuple[Entry, ...]:
+    """A layer with a gated delta rule; `projections` are made from its input.
+
+    Their rows are grouped by key head, and so are those of the convolution.
+    """
+    convolution = _joined(_DELTA_H + "conv1d.weight", _CONVOLVED, "one", "delta_window")
+    return (
+        Entry(
+            ATTENTION_M + "linear_in.weight", projections, Split.QKV, LINEAR_ATTENTION, group=group
+        ),
+        Entry(
+            ATTENTION_M + "conv_weight", convolution, Split.QKV, LINEAR_ATTENTION, group="delta_key"
+        ),
+        _row("A_log", "A_log", "delta_heads", split=Split.COLUMN),
+        _row("dt_bias", "dt_bias", "delta_heads", split=Split.COLUMN),
+        _row("norm_weight", "norm.weight", "delta_value"),
+        _row("linear_out.weight", "out_proj.weight", "hidden", "delta_values", split=Split.ROW),
+    )
+
+
+# A key head's projections lie next to each other.
+QWEN3_NEXT_DELTA = _gated_delta(
+    (
+        Part(_DELTA_H + "in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
+        Part(_DELTA_H + "in_proj_ba.weight", ("delta_ba", "hidden")),
+    ),
+    "delta_ba_of_key",
+)
+QWEN3_5_DELTA = _gated_delta(
+    (
+        *_joined(_DELTA_H + "in_proj_qkv.weight", _CONVOLVED, "hidden"),
+        Part(_DELTA_H + "in_proj_z.weight", ("delta_values", "hidden")),
+        Part(_DELTA_H + "in_proj_b.weight", ("delta_heads", "hidden")),
+        Part(_DELTA_H + "in_proj_a.weight", ("delta_heads", "hidden")),
+    ),
+    "delta_key",
+)
