@@ -196,6 +196,7 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     families = (
         *("qwen3", "qwen2", "llama", "mistral", "ministral3", "seed_oss", "smollm3"),
         *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+        *("qwen3_5", "qwen3_5_moe"),
     )
     sub.add_argument("--family", choices=families)
     text = "what the tokenizer knows, one token a character"

@@ -100,7 +100,7 @@ def by_definition(model_folder: Path, adapter: Path) -> dict[str, Any]:
     whole = {
         on_disk: part.detach()
         for name, weight in merged.items()
-        for on_disk, part in oracle._as_on_disk(model.config.model_type, name, weight)
+        for on_disk, part in oracle._as_on_disk(model, name, weight)
     }
     return {"logprobs": logprobs, "entropy": entropy, "off": off, "merged": whole,
         "gradients": {name: factor.grad for name, factor in factors.items()}}  # fmt: skip

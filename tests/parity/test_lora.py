@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LATENT = [*ALL[3:], "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
 MIXTRAL = [*ALL[:4], "w1", "w2", "w3"]
 PARTS = ["q_proj", "v_proj", "up_proj"]  # of fused layers
 # model -> (targets, rank of experts)
@@ -24,7 +25,7 @@ ADAPTERS: dict[str, tuple[list[str], int]] = {
     "qwen3": (ALL, 0), "qwen3_mqa": (ALL, 0), "qwen3_tied": (ALL, 0), "qwen2_tied": (ALL, 0),
     "llama": (PARTS, 0),
     "qwen3_moe": (ALL, 4), "qwen2_moe": (ALL, 3), "mixtral": (MIXTRAL, 2),
-    "deepseek_v3": (LATENT, 2),
+    "deepseek_v3": (LATENT, 2), "qwen3_next": ([*ALL, *DELTA], 2),
 }  # fmt: skip
 DENSE = ("qwen3", "qwen3_tied", "qwen2_tied", "llama")
 SP2 = {"tensor": 2, "sequence": True}
@@ -71,6 +72,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("tp2_sp_recomputed", "qwen3", SP2, megatron=FULL),
         case("tp2_sp", "qwen2_tied", SP2),
         case("tp2_sp", "qwen3_mqa", SP2),
+        case("tp2_sp", "qwen3_next", SP2),
         case("critic_tp2_sp", "qwen3", SP2, critic=True),
         case("saved", "qwen3_tied", SP2, steps=2, optimizer=TRAINED, save="qwen3_tied_saved"),
         case(
@@ -120,6 +122,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 EVERY_RUN = (
     *(one["name"] for one in CASES[1] if "load" not in one),
     "qwen3-tp2", "qwen3-tp2_sp", "qwen3_mqa-tp2_sp", "llama-tp2_sp",
+    "qwen3_next-tp2_sp",
     "qwen3_tied-pp2", "qwen3-vpp2", "qwen3-cp2", "qwen3-dp2_distributed", "qwen3-tp2_sp_recomputed",
     "qwen3-critic_tp2_sp", "qwen3_moe-ep2_distributed", "qwen3_moe-tp2_sp_etp2",
     "deepseek_v3-tp2_sp_etp2", "deepseek_v3-tp2_sp_ep2", "qwen3_tied-saved", "qwen3_moe-saved",

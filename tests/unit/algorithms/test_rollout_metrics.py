@@ -244,6 +244,7 @@ def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moment
         moments.add("step_kl", approx_kl(logprobs, old, "k2"))
         clipped = value_clipped(values, old, returns, clip=0.2)
         moments.add_value_loss(value_loss(values, old, returns, clip=0.2), weights[tokens], clipped)
+        moments.add("mtp_loss", values)
     return moments
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -63,9 +64,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     return choose_kernels(
         device.type,
         dtype,
-        installed=importlib.util.find_spec("fla") is not None,
+        installed=_fla_installed(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+
+
+@cache
+def _fla_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
 
 
 def chosen_kernels(arch: Architecture, device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from backends.megatron.convert.architecture import weight_tensors
 from backends.megatron.convert.read import read_architecture
 from rlcore import cli
 from rlcore.errors import ModelError, UserError
-from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
+from rlcore.launch.commands.init_model import ALPHABETS, Family, ModelSpec, init_model
 
 SMALL = {"hidden": 32, "layers": 2, "intermediate": 64}
 
@@ -81,6 +82,12 @@ def test_families(tmp_path, family, tied):
     assert model.generation_config.eos_token_id == 1
     assert model.dtype == torch.float32
     assert model(torch.tensor([[2, 3, 4]])).logits.shape == (1, 3, 31)
+
+
+def test_every_family_is_a_choice_of_the_command(tmp_path):
+    for family in get_args(Family):
+        sizes = ["--hidden=32", "--layers=2", "--intermediate=64", "--experts=2"]
+        assert cli.main(["init-model", str(tmp_path / family), f"--family={family}", *sizes]) == 0
 
 
 def test_the_seed_fixes_the_weights_and_leaves_torchs_generator_alone(tmp_path):

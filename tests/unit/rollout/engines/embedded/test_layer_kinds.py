@@ -16,7 +16,7 @@ from engine_kit import VOCAB, flatten, layout, logprobs_under, request, with_eng
 from safetensors.torch import load_file
 
 from rlcore.data.generation import Prefix
-from rollout.engines.checks import language_config
+from rollout.engines.checks import ExpertLayers, language_config
 from rollout.engines.embedded import attention as attention_module
 from rollout.engines.embedded.attention import Masks, attention
 from rollout.engines.embedded.cache import Cache
@@ -299,3 +299,27 @@ def test_weights_have_the_names_of_the_folder(make, tmp_path):
         other.state_dict().items(), language_model.state_dict().items(), strict=True
     ):
         assert torch.equal(mine, published), name
+
+
+@pytest.mark.parametrize(
+    ("make", "places"),
+    [("qwen3_5_moe", (0, 1, 2, 3)), ("nemotron_h", (1,)), ("gpt_oss", (0, 1, 2, 3))],
+)
+def test_the_experts_of_such_models_are_recorded(make, places, tmp_path):
+    config = FAMILIES[make]()
+    config.save_pretrained(tmp_path)
+    assert ExpertLayers.of(str(tmp_path)) == ExpertLayers(4, places, 4, 2)
+    model = random_model(config)
+    asked = [request(p, draw=i, n=2, routed_experts=True) for i, p in enumerate(PROMPTS[:3])]
+    answers = with_engine(tmp_path, model, lambda engine: engine.generate(asked))
+    heard = []
+    for name, part in model.named_modules():
+        if name.endswith(".experts"):
+            part.register_forward_pre_hook(lambda _, given: heard.append(given[1]))
+    for one, completions in zip(asked, answers):
+        for completion in completions:
+            heard.clear()
+            with torch.no_grad():
+                model(torch.tensor([[*map(int, one.prompt), *completion.tokens[:-1].tolist()]]))
+            expected = torch.stack(heard, dim=1).view(-1, len(places), 2)
+            assert np.array_equal(completion.routed_experts, expected)
