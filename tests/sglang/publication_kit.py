@@ -26,7 +26,8 @@ from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.sample import VersionSpan
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.embedded.model_weights import as_published, folder_prefix
+from rollout.engines.checks import language_config
+from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
@@ -261,8 +262,9 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder), dtype=torch.float32
         ).eval()
+        self._model.config.published_prefix = language_config(str(folder)).published_prefix
         with torch.no_grad():
-            for name, held in as_published(self._model, folder_prefix(str(folder))):
+            for name, held in as_published(self._model):
                 held.copy_(weights[name])
 
     def distributions(self, prompt: Sequence[int], completion: Completion) -> torch.Tensor:
