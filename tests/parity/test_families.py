@@ -136,7 +136,7 @@ def write_renamed(name: str, models: Path) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity_families") / "models"
-    oracle.write_models(path, only={*DENSE, *EXPERTS, OTHER} - RENAMED.keys())
+    oracle.write_models(path, only={*DENSE, DIVIDED, *EXPERTS, OTHER} - RENAMED.keys())
     for name in RENAMED:
         write_renamed(name, path)
     return path

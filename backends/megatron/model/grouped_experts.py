@@ -24,8 +24,10 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args, **kwargs)
         if self.config.add_bias_linear:
             for expert in self.local_experts:
-                # Megatron would sum its gradient over the ranks of the dense weights.
+                # Megatron would sum its gradient over the tensor-parallel ranks of the dense
+                # weights, and count it on the first of them alone.
                 expert.linear_fc2.bias.sequence_parallel = False
+                expert.linear_fc2.bias.tensor_model_parallel = True
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
