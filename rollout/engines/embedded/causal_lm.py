@@ -16,7 +16,11 @@ from rollout.engines.embedded.cache import Cache
 from rollout.engines.embedded.routed_experts import ExpertTap
 
 # Layers that are computed here as transformers computes them.
-LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "moe", "mlp"}
+LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "linear_attention", "moe", "mlp"),
+    # DeepSeek-V3.2's and GLM-5's sparse attention, up to the length where it is dense.
+    "indexed_attention",
+}
 
 
 class Fp32Head(nn.Linear):
@@ -82,6 +86,7 @@ class CausalLM:
 def _max_positions(config: Any) -> int:
     """The longest sequence that the model computes right next to others, over a cache."""
     longest: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+    longest = min(longest, getattr(config, "index_topk", None) or longest)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ("longrope", "dynamic"):
         return longest
@@ -115,6 +120,9 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
         module = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
         )
+    for layer in module.modules():
+        if hasattr(layer, "indexer"):
+            _attend_to_all(layer)
     # The buffers are not cast: the bias of a router is fp32 in any model.
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -124,6 +132,24 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     restore_buffers(module)
     result: nn.Module = module
     return result
+
+
+def _attend_to_all(attention: Any) -> None:
+    """Leave the indexer of sparse attention out: up to `index_topk` tokens it chooses every key."""
+    attention.indexer = _AllKeys()
+    attention.register_forward_pre_hook(_with_a_mask, with_kwargs=True)
+
+
+class _AllKeys(nn.Module):
+    def forward(self, hidden_states: Tensor, *unused: Any, **options: Any) -> Tensor:
+        """The choice of keys, which our attention does not read."""
+        return hidden_states[..., :0]
+
+
+def _with_a_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers cuts a mask for the indexer, also where there is none."""
+    hidden: Tensor = kwargs["hidden_states"]
+    return args, {**kwargs, "attention_mask": hidden.new_zeros(1, 1, 1, 1)}
 
 
 def restore_buffers(module: Any) -> None:

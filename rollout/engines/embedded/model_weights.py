@@ -167,6 +167,9 @@ def _alone(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     mixtral = model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in module.named_parameters():
+        # The indexers of sparse attention are not trained.
+        if ".indexer." in name:
+            continue
         published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         experts, _, kind = published.rpartition(".")
         if parameter.dim() != 3 or not experts.endswith(".experts") or model_type == "gpt_oss":
