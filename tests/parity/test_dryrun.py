@@ -150,6 +150,9 @@ CASES = [
             ("GLM-4.7-Flash", 4, 8),
             ("Kimi-K2", 8, 64),
             ("Kimi-K2.5", 8, 64),
+            ("gpt-oss-120b", 4, 16),
+            ("MiniMax-M2", 4, 32),
+            ("GLM-5", 8, 64),
         )
     ),
     # packs so small that the embedding's gradient is the peak

@@ -48,6 +48,9 @@ def test_the_example_models_have_the_published_number_of_weights() -> None:
         ("Moonlight-16B-A3B", 15.96), ("GLM-4.7-Flash", 29.9), ("Kimi-K2", 1026),
         # without the vision tower
         ("Ministral-3-8B", 8.49), ("Kimi-K2.5", 1026), ("DeepSeek-V3", 671),
+        ("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83), ("MiniMax-M2", 228.7),
+        # without the indexers
+        ("DeepSeek-V3.2", 671), ("GLM-5", 743.2),
     ],
 )  # fmt: skip
 def test_so_have_the_other_families(name: str, billions: float) -> None:
