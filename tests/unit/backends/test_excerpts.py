@@ -37,6 +37,7 @@ def local_batch(
     local._device = torch.device("cpu")
     local._pad_multiple = 1
     local._share_prefixes = True
+    local.mtp_coef = 0.0
     local._packs = {}
     return local
 
