@@ -175,7 +175,10 @@ def cut(folder: Path, model: str, layers: int, **others: object) -> Path:
     """A folder with the sizes of an example, and fewer layers."""
     given = json.loads((EXAMPLES / "models" / model / "config.json").read_text())
     folder.mkdir()
-    given.get("text_config", given)["num_hidden_layers"] = layers
+    text = given.get("text_config", given)
+    text["num_hidden_layers"] = layers
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps({**given, **others}))
     return folder
 

@@ -180,7 +180,7 @@ class VarlenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """See `RectangleKernel.forward`."""
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(
+        out, lse, _ = _operators()._varlen_attn(
             q[self.slots],
             k[self.keys],
             v[self.keys],
@@ -199,7 +199,7 @@ class VarlenKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `RectangleKernel.backward`."""
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = _operators()._varlen_attn_backward(
             grad[self.slots],
             q[self.slots],
             k[self.keys],
@@ -220,12 +220,17 @@ class VarlenKernel:
 
 
 @cache
-def _gqa_option() -> dict[str, bool]:
-    """The option for fewer heads of keys, which the operator has since torch 2.12."""
-    # The import defines the operators.
+def _operators() -> Any:
+    """The operators of variable-length attention, which their module's import defines."""
     import torch.nn.attention.varlen
 
-    arguments = torch.ops.torch_attn._varlen_attn.default._schema.arguments
+    return torch.ops.torch_attn
+
+
+@cache
+def _gqa_option() -> dict[str, bool]:
+    """The option for fewer heads of keys, which the operator has since torch 2.12."""
+    arguments = _operators()._varlen_attn.default._schema.arguments
     return {"enable_gqa": True} if "enable_gqa" in {each.name for each in arguments} else {}
 
 
