@@ -51,14 +51,14 @@ class Predictor(nn.Module):
         out = self.layer(x, attention_mask=mask, position_embeddings=rotary(x, positions))
         return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
-    def named(self, family: str) -> dict[str, Tensor]:
+    def named(self, model: Any) -> dict[str, Tensor]:
         """The tensors under their names in a folder; experts one by one."""
-        prefix, *others = NAMES[family]
+        prefix, *others = NAMES[model.config.model_type]
         own = zip(others, (self.enorm, self.hnorm, self.proj, self.norm))
         found = {f"{prefix}{name}.weight": module.weight for name, module in own}
         tensors = [*self.layer.named_parameters(), *self.layer.named_buffers()]
         for name, tensor in tensors:
-            found |= dict(oracle._as_on_disk(family, prefix + name, tensor))
+            found |= dict(oracle._as_on_disk(model, prefix + name, tensor))
         return found
 
 
@@ -82,7 +82,7 @@ def write(folder: Path, source: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     added = {name: tensor.detach().float().clone().contiguous()
-             for name, tensor in predictor.named(family).items()}  # fmt: skip
+             for name, tensor in predictor.named(model).items()}  # fmt: skip
     tensors = {**load_file(source / "model.safetensors"), **added}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -91,11 +91,10 @@ def step(folder: Path, source: Path) -> dict[str, Any]:
     """`oracle.policy_step` of the model, with the layer's own gradients and mean cross-entropy."""
     expected = oracle.policy_step(source)
     model = oracle._load(source)
-    family = model.config.model_type
     predictor = Predictor(model)
     stored = load_file(folder / "model.safetensors")
     with torch.no_grad():
-        for name, tensor in predictor.named(family).items():
+        for name, tensor in predictor.named(model).items():
             tensor.copy_(stored[name])
     batch = make_batch()
     weights = make_vectors(batch.num_trainable)["weights"].double()
@@ -125,7 +124,7 @@ def step(folder: Path, source: Path) -> dict[str, Any]:
     trained = {name for name, _ in predictor.layer.named_buffers()}
     gradients = {
         name: tensor.detach()
-        for name, tensor in predictor.named(family).items()
+        for name, tensor in predictor.named(model).items()
         if not any(name.endswith(buffer) for buffer in trained)
     }
     mean = float(torch.stack(losses).detach().mean())
