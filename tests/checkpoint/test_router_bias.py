@@ -16,6 +16,12 @@ NAMES = ("pp2", "tp2_sequence", "ep2", "cp2")  # saved under the first
 BIAS = "e_score_correction_bias"
 
 
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights but the layer for multi-token prediction, which comes from the run's folder."""
+    weights = read_weights(folder)
+    return {name: tensor for name, tensor in weights.items() if ".layers.4." not in name}
+
+
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_a_checkpoint_brings_the_bias(dtype: str, tmp_path: Path) -> None:
     source = write_model("deepseek_v3", tmp_path / "source")
@@ -33,8 +39,8 @@ def test_a_checkpoint_brings_the_bias(dtype: str, tmp_path: Path) -> None:
         deadline_s=240,
     )
     before = read_weights(source)
-    saved = read_weights(tmp_path / "saved")
-    biases = [name for name in before if name.endswith(BIAS)]
+    saved = trained(tmp_path / "saved")
+    biases = [name for name in saved if name.endswith(BIAS)]
     assert len(biases) == 3
     for name in biases:
         assert saved[name].dtype == torch.float32
@@ -44,6 +50,6 @@ def test_a_checkpoint_brings_the_bias(dtype: str, tmp_path: Path) -> None:
         "the step did nothing"
     )
     for layout in NAMES:
-        got = read_weights(tmp_path / layout)
+        got = trained(tmp_path / layout)
         assert got.keys() == saved.keys()
         assert all(torch.equal(got[name], tensor) for name, tensor in saved.items()), layout
