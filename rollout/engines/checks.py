@@ -15,6 +15,7 @@ from rlcore.data.generation import Completion, Drafts, GenerateRequest
 from rlcore.data.sample import Experts, SamplingMasks, VersionSpan
 from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
+from rlcore.hf_config.language import KNOWN_AS, PREFIXES
 from rlcore.hf_config.read import read_config, text_model_size
 from rollout.engines.routed_records import decode
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 # The name of an experts module in transformers.
 EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")
-
-
-# Families that transformers has by another name, as far as engines compute them.
-_SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 
 def model_config(folder: str) -> PretrainedConfig:
@@ -39,7 +36,7 @@ def model_config(folder: str) -> PretrainedConfig:
 
     given = read_config(folder)
     try:
-        if same := _SAME.get(str(given.get("model_type"))):
+        if same := KNOWN_AS.get(str(given.get("model_type"))):
             known: PretrainedConfig = CONFIG_MAPPING[same].from_dict({**given, "model_type": same})
             return known
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -56,17 +53,6 @@ def model_config(folder: str) -> PretrainedConfig:
         ) from error
 
 
-# The beginning of the tensors' names in a language model of transformers, and in a folder of the
-# larger model.
-_PREFIXES = {
-    "mistral3": ("", "language_model."),
-    "kimi_k25": ("", "language_model."),
-    "qwen3_5": ("model.", "model.language_model."),
-    "qwen3_5_moe": ("model.", "model.language_model."),
-    "nemotron_h": ("model.", "backbone."),
-}
-
-
 def language_config(folder: str) -> PretrainedConfig:
     """Read the configuration of the language model, which may be a part of a larger model.
 
@@ -77,7 +63,7 @@ def language_config(folder: str) -> PretrainedConfig:
     config = model_config(folder)
     text: PretrainedConfig | None = getattr(config, "text_config", None)
     given = read_config(folder)
-    prefix = _PREFIXES.get(str(given["model_type"]), ("", ""))
+    prefix = PREFIXES.get(str(given["model_type"]), ("", ""))
     if text is None:
         config.published_prefix = prefix
         return config

@@ -29,7 +29,7 @@ BUDGETS = {
     "rlcore/boundary": 480,  # secrets, environment variables, text from outside
     "rlcore/config": 5_000,  # 268 keys and their checks, also of drafts; other trainers' names
     "rlcore/data": 4_650,  # rows, templates, packing, curricula
-    "rlcore/hf_config": 150,  # fields of a config.json
+    "rlcore/hf_config": 170,  # fields of a config.json, names that engines and trainer share
     "rlcore/interpreters": 150,  # what another environment has
     "rlcore/launch": 8_070,  # 18 commands; local, torchrun, Ray, engines beside its ranks; service
     "rlcore/planning": 1_880,  # bytes and seconds of a layout; states of gated delta rules

@@ -30,6 +30,7 @@ from backends.megatron.convert.rows import (
     whole,
 )
 from backends.megatron.convert.table import Experts, Family, PredictionLayer, Split
+from rlcore.hf_config.language import KNOWN_AS, PREFIXES
 
 LLAMA = Family(model_type="llama", class_prefix="Llama", entries=DENSE, fields=config_fields.LLAMA)
 
@@ -49,7 +50,7 @@ MIMO = replace(
     class_prefix="MiMo",
     fields=config_fields.MIMO,
     carried=(r"model\.mtp_layers\.",),
-    known_as="qwen2",
+    known_as=KNOWN_AS["mimo"],
     prediction=PredictionLayer(
         prefix="model.mtp_layers.0.",
         embedding_norm="token_layernorm",
@@ -271,13 +272,13 @@ GLM4_MOE_LITE = replace(
 )
 
 # Kimi-K2: DeepSeek-V3 by another name; Kimi-K2.5 with a vision tower.
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", known_as="deepseek_v3")
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", known_as=KNOWN_AS["kimi_k2"])
 KIMI_K25 = replace(
     KIMI_K2,
     model_type="kimi_k25",
     language_class="KimiK25ForConditionalGeneration",
     within="text_config",
-    prefix=("", "language_model."),
+    prefix=PREFIXES["kimi_k25"],
     carried=("vision_tower.", "mm_projector."),
 )
 
@@ -302,7 +303,7 @@ MISTRAL3, MISTRAL3_OF_MINISTRAL = (
         class_prefix="Mistral3",
         language_class="Mistral3ForConditionalGeneration",
         within="text_config",
-        prefix=("", "language_model."),
+        prefix=PREFIXES["mistral3"],
         carried=("vision_tower.", "multi_modal_projector."),
     )
     for text in (MISTRAL, MINISTRAL3)
@@ -360,22 +361,20 @@ QWEN3_5_MOE_TEXT = Family(
     carried=("mtp.",),
     gated_delta=True,
 )
-_WITH_VISION: dict[str, Any] = {
-    "prefix": ("model.", "model.language_model."),
-    "carried": ("mtp.", "model.visual."),
-    "within": "text_config",
-}
+_WITH_VISION: dict[str, Any] = {"carried": ("mtp.", "model.visual."), "within": "text_config"}
 QWEN3_5 = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5",
     class_prefix="Qwen3_5",
     language_class="Qwen3_5ForConditionalGeneration",
+    prefix=PREFIXES["qwen3_5"],
     **_WITH_VISION,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,
     model_type="qwen3_5_moe",
     language_class="Qwen3_5MoeForConditionalGeneration",
+    prefix=PREFIXES["qwen3_5_moe"],
     **_WITH_VISION,
 )
 

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.read import open_shard, tensor_files
+from backends.megatron.convert.load import SafetensorsFolder
+from backends.megatron.convert.read import open_shard
 from rlcore.errors import ModelError, RunFailed
-from rlcore.hf_folder import DTYPE_NAMES, ShardWriter, copy_companions, write_json
+from rlcore.hf_folder import ShardWriter, copy_companions, write_json
 from rlcore.runs.files import sync, sync_tree
 from rlcore.weights import TensorSpec, cut_buckets
 
@@ -35,26 +36,17 @@ def carried_tensors(arch: Architecture) -> list[Carried]:
     """
     table = arch.table
     layer = re.compile(re.escape(table.in_folder("model.layers.")) + r"(\d+)\.")
-    known = {short: name for name, short in DTYPE_NAMES.items()}
     trained = {name for entry in arch.entries() for name in entry.names} if arch.mtp else set()
     found = []
-    for name, file in tensor_files(arch.folder).items():
-        number = layer.match(name)
-        behind = number is not None and int(number[1]) >= arch.num_layers
-        kept = behind or any(re.match(pattern, name) for pattern in table.carried)
-        if name in trained or not kept:
-            continue
-        path = arch.folder / file
-        with open_shard(path, "numpy") as shard:
-            stored = shard.get_slice(name)
-            dtype = known.get(stored.get_dtype())
-            shape = tuple(stored.get_shape())
-        if dtype is None:
-            raise ModelError(
-                f"{path}: {name} is {stored.get_dtype()}, expected {', '.join(known)}; convert the"
-                " folder to bf16 first"
-            )
-        found.append(Carried(TensorSpec(name, shape, dtype), path))
+    with SafetensorsFolder(arch.folder) as source:
+        for name in source.names:
+            number = layer.match(name)
+            behind = number is not None and int(number[1]) >= arch.num_layers
+            kept = behind or any(re.match(pattern, name) for pattern in table.carried)
+            if kept and name not in trained:
+                dtype = str(source.dtype(name)).removeprefix("torch.")
+                shape = tuple(source.lazy(name).get_shape())
+                found.append(Carried(TensorSpec(name, shape, dtype), source.file_of(name)))
     # A shard has one dtype.
     return sorted(found, key=lambda tensor: tensor.spec.dtype)
 

@@ -95,6 +95,10 @@ class SafetensorsFolder:
         """A tensor as safetensors' slice, which is read when it is indexed."""
         return self._file(self._file_of[name]).get_slice(name)
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.folder / self._file_of[name]
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor. Raises ModelError for one that no model has."""
         stored = self.lazy(name).get_dtype()

@@ -62,7 +62,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         _complete_windows(folder, config, family)
     else:
         _check_supported(folder, given, config, family)
-    if family.model_type == "gpt_oss":
+    if config.get("quantization_config") is not None:
         _check_mxfp4(folder, config)
     if "rope_local_base_freq" in config:
         given = _with_gemma_ropes(given, config)
@@ -322,7 +322,7 @@ def _complete_windows(folder: Path, config: dict[str, Any], family: Family) -> N
 def _check_mxfp4(folder: Path, config: dict[str, Any]) -> None:
     """Refuse other weights than MXFP4."""
     quantised = config["quantization_config"]
-    if quantised is not None and quantised.get("quant_method") != "mxfp4":
+    if quantised.get("quant_method") != "mxfp4":
         raise refusal(folder, "quantization_config", quantised, "quant_method 'mxfp4', or null")
 
 

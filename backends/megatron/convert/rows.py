@@ -173,8 +173,9 @@ def hybrid(entries: tuple[Entry, ...], delta: tuple[Entry, ...]) -> tuple[Entry,
 
 
 def _row(megatron: str, hf: str, *shape: str, split: Split = Split.REPLICATED) -> Entry:
-    """The row of one tensor."""
-    return Entry(ATTENTION_M + megatron, (Part(_DELTA_H + hf, shape),), split, LINEAR_ATTENTION)
+    return whole(
+        ATTENTION_M + megatron, _DELTA_H + hf, *shape, split=split, layers=LINEAR_ATTENTION
+    )
 
 
 def _joined(name: str, rows: tuple[str, ...], *tail: str) -> tuple[Part, ...]:
