@@ -164,7 +164,8 @@ class MegatronBackend:
         if a sequence or its routed experts do not fit this model.
         """
         if batch is not None:
-            check_lengths(batch.lengths.tolist(), self.policy.arch)
+            for model in self._own_models:
+                check_lengths(batch.lengths.tolist(), model.arch)
         if batch is not None and self.config.policy.routing_replay == "engine":
             replay.check_records(batch, self.policy.arch)
         self._local_batch = LocalBatch(
@@ -421,14 +422,13 @@ class MegatronBackend:
         if checkpoint is not None:
             weights = f"{checkpoint}, saved at {save_load.saved_layout(Path(checkpoint))}"
         dtype = DTYPES[self.config.model.dtype]
-        optimizer = self.config.policy.optimizer
+        distributed = ", distributed" * self.config.policy.optimizer.distributed
         layers = self._layers()
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"
         lora = self.config.policy.lora
         policy = "policy" if lora is None else f"policy with adapters of rank {lora.rank}"
-        critic = [] if self.critic is None else ["critic"]
         return {
             "layout": p.describe(self.device, sequence=self.config.policy.parallel.sequence),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
@@ -436,8 +436,8 @@ class MegatronBackend:
             "layers": str(layers),
             **chosen_kernels(self.policy.arch, self.device, dtype),
             **({"kernels": fused_kernels(self.device)} if self.device.type == "cuda" else {}),
-            "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
-            "models": " + ".join([policy, *self.frozen, *critic]),
+            "optimizer": "AdamW" + distributed,
+            "models": " + ".join([policy, *self.frozen, *["critic"] * (self.critic is not None)]),
             "weights": weights,
             "dtype": self.config.model.dtype,
         }
