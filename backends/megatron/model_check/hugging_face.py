@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.cpu.shim import replaced
-from backends.megatron.model_check.record import (
-    Probe,
-    Record,
-    first_tensor,
-    main_output,
-    return_memory,
-    sketch,
-)
+from backends.megatron.model_check.record import Probe, Record, main_output, return_memory, sketch
 from rlcore.errors import ModelError, UserError
 
 _EAGER = "eager_attention_forward"
@@ -327,12 +320,7 @@ def _recording(layer: nn.Module, probe: Probe, record: Record) -> Iterator[None]
     """Inside, the submodules of a layer write what they compute into the record."""
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = first_tensor(args, kwargs)
-        out = main_output(output)
-        record.parts[name] = (
-            None if given is None else probe.of_batch(given),
-            probe.of_batch(out) if isinstance(out, Tensor) else None,
-        )
+        record.keep(name, args, kwargs, main_output(output), probe.of_batch)
         # transformers' experts: (hidden, choice [B * L, k], weights [B * L, k]).
         is_choice = len(args) == 3 and all(isinstance(x, Tensor) for x in args)
         if is_choice and args[1].dtype == torch.int64 and args[1].dim() == 2:

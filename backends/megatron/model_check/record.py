@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,22 @@ class Record:
     input_gradient: Tensor = field(init=False)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
+    def keep(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
+        rows: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """Keep the first input and the output of a submodule, by the tokens' `rows`."""
+        inputs = (*args, kwargs.get("hidden_states"))
+        given = next((x for x in inputs if isinstance(x, Tensor)), None)
+        self.parts[name] = (
+            None if given is None else rows(given),
+            rows(output) if isinstance(output, Tensor) else None,
+        )
+
     def enter_attention(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> None:
@@ -122,12 +138,6 @@ def return_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The hidden states among the arguments of a module."""
-    given = (*args, kwargs.get("hidden_states"))
-    return next((x for x in given if isinstance(x, Tensor)), None)
 
 
 def main_output(output: Any) -> Any:

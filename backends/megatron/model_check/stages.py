@@ -28,14 +28,7 @@ from backends.megatron.model.gpt import build_chunks, transformer_config
 from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.layers import LOCAL_FIELDS
 from backends.megatron.model.moe import padding_mask
-from backends.megatron.model_check.record import (
-    Probe,
-    Record,
-    first_tensor,
-    main_output,
-    return_memory,
-    sketch,
-)
+from backends.megatron.model_check.record import Probe, Record, main_output, return_memory, sketch
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.planning.memory import padded_vocab_size
@@ -192,15 +185,11 @@ class Stage:
         probe = self.probe
 
         def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = first_tensor(args, kwargs)
             out = main_output(output)
             # Megatron's linear layers leave their biases to their callers.
             if isinstance(output, tuple) and isinstance(output[-1], nn.Parameter):
                 out = out + output[-1]
-            record.parts[name] = (
-                None if given is None else probe.of_pack(given),
-                probe.of_pack(out) if isinstance(out, Tensor) else None,
-            )
+            record.keep(name, args, kwargs, out, probe.of_pack)
             # A router: (weights, choice), [T, experts].
             if isinstance(output, tuple) and getattr(output[1], "dtype", None) == torch.bool:
                 record.routing = probe.of_pack(output[0] * output[1])
