@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 64
+from rlcore.planning.activations import CHUNK
 
 
 @dataclass(frozen=True)
