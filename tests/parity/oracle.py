@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cases import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backends.megatron.cpu.shim import replaced
 from tests.language_models import VISION, draw
 
 TIGHT = 1e-5  # relative, over each whole tensor
@@ -319,15 +321,23 @@ def _load(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
-    for module in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        if model.config.model_type.removesuffix("_text") == module:
-            # Its own computes in single precision whatever the model's.
-            code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-            code.torch_chunk_gated_delta_rule = _delta_rule
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            module.forward = partial(_in_double, module.forward)
     # transformers reads the language model of a larger one under its own names.
     inside = "text_config" in json.loads((folder / "config.json").read_text())
     model.prefix_on_disk = "model.language_model." if inside else "model."
     return model
+
+
+def _in_double(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a layer with our delta rule: transformers' computes in single precision in any model.
+
+    Other tests of the process get transformers'.
+    """
+    code = sys.modules[type(forward.__self__).__module__]  # type: ignore[attr-defined]
+    with replaced(code, "torch_chunk_gated_delta_rule", _delta_rule):
+        return forward(*args, **options)
 
 
 def _delta_rule(
