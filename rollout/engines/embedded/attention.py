@@ -31,7 +31,7 @@ class Masks:
 
     def __init__(self, first: int, pads: Tensor | None = None) -> None:
         self._first = first
-        self._pads = pads
+        self._pads = None if pads is None else pads.view(-1, 1, 1, 1)
         self._made: dict[tuple[int, int, int, int | None, bool], Tensor | None] = {}
 
     def of(
@@ -62,19 +62,23 @@ class Masks:
         return slice(begin, last), self._made[key]
 
     def _mask(self, start: int, end: int, begin: int, window: int | None, like: Tensor) -> Tensor:
-        rows = torch.arange(self._first + start, self._first + end, device=like.device)[:, None]
         columns = torch.arange(begin, self._first + end, device=like.device)
-        visible = columns <= rows
-        if window is not None:
-            visible &= columns > rows - window
-        visible = visible[None]
-        if self._pads is not None:
-            visible = visible & (columns >= self._pads[:, None, None])
+        if end - start == 1:
+            hidden = columns < self._pads
             # A padded query sees nothing, which some attention kernels turn into NaN and the values
             # carry on: let it see itself.
-            visible |= columns == rows
-        mask = torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, -torch.inf)
-        return mask[:, None]
+            hidden[..., -1] = False
+        else:
+            rows = columns[start - end :, None]
+            hidden = columns > rows
+            if window is not None:
+                hidden |= columns <= rows - window
+            if self._pads is not None:
+                hidden = hidden | ((columns < self._pads) & (columns != rows))
+            hidden = hidden.view(-1, 1, end - start, len(columns))
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
+            hidden, -torch.inf
+        )
 
 
 def attention(
@@ -117,10 +121,11 @@ def attention(
     pieces = []
     for start in range(0, queries, together):
         end = min(queries, start + together)
-        own = query[:, :, start:end]
+        own = query if end - start == queries else query[:, :, start:end]
         seen, mask = masks.of(start, end, sliding_window, query, causal=not written_out)
-        keys = key[:, :, seen]
-        values = value[:, :, seen]
+        whole = seen.stop - seen.start == columns
+        keys = key if whole else key[:, :, seen]
+        values = value if whole else value[:, :, seen]
         if written_out:
             pieces.append(_written_out(own, keys, values, mask, scaling, softcap, s_aux))
         else:
@@ -182,5 +187,7 @@ def _written_out(
         total = scores.logsumexp(-1, keepdim=True)
         weights *= (total - sinks.float()[:, None, None]).sigmoid()
     weights = weights.to(value.dtype).view(rows, groups, -1, scores.shape[-1])
-    mixed = torch.matmul(weights, value).view(rows, heads, queries, -1)
-    return mixed.transpose(1, 2)
+    mixed = torch.matmul(weights, value)
+    if queries == 1:
+        return mixed.view(rows, 1, heads, -1)
+    return mixed.view(rows, heads, queries, -1).transpose(1, 2)

@@ -61,14 +61,17 @@ class CausalLM:
             tokens: int64 [R, Q], the new columns, which are added to the cache.
         """
         queries = tokens.shape[1]
-        columns = torch.arange(cache.length, cache.length + queries, device=tokens.device)[None]
-        positions = columns
         given = None
-        if cache.pads is not None:
-            pads = cache.pads[:, None]
-            positions = (columns - pads).clamp_(min=0)
-            # Layers with a state skip the padding.
-            given = columns >= pads if queries > 1 else None
+        if cache.pads is not None and queries == 1:
+            positions = (cache.length - cache.pads)[:, None]
+        else:
+            columns = torch.arange(cache.length, cache.length + queries, device=tokens.device)
+            positions = columns[None]
+            if cache.pads is not None:
+                pads = cache.pads[:, None]
+                positions = (columns - pads).clamp_(min=0)
+                # Layers with a state skip the padding.
+                given = columns >= pads
         output = self.module(
             input_ids=tokens,
             position_ids=positions,
