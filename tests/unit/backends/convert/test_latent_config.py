@@ -25,12 +25,14 @@ from rlcore.errors import ConfigError, ModelError, RunFailed
 with importing_megatron():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from backends.megatron.backend import MegatronBackend
     from backends.megatron.batch.cp_layout import PackLayout
     from backends.megatron.model import layer_specs
     from backends.megatron.model.attention import bucketed_attention
     from backends.megatron.model.elementwise import SwiGLU
     from backends.megatron.model.grouped_experts import GroupedExperts
     from backends.megatron.model.moe import PackRouter, SigmoidRouter
+    from backends.megatron.training.passes import Model
 
 # As DeepSeek writes it, before transformers 5.
 CONFIG: dict[str, Any] = {
@@ -206,6 +208,23 @@ def test_a_sequence_beyond_dense_attention_is_refused() -> None:
     check_lengths([9], SimpleNamespace(max_tokens=None))  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match=r"9 tokens, more than index_topk of deepseek_v32 \(8\)"):
         check_lengths([8, 9], arch)
+
+
+@pytest.mark.parametrize("shorter", ["policy", "reference", "critic"])
+def test_the_lengths_of_a_batch_are_those_of_every_model(shorter: str) -> None:
+    models: dict[str, Any] = {
+        name: object.__new__(Model) for name in ("policy", "reference", "critic")
+    }
+    for name, model in models.items():
+        longest = 8 if name == shorter else None
+        model.arch = SimpleNamespace(family="glm_moe_dsa", max_tokens=longest)
+    backend = object.__new__(MegatronBackend)
+    backend.policy = models["policy"]
+    backend.frozen = {"reference": models["reference"]}
+    backend.critic = models["critic"]
+    batch: Any = SimpleNamespace(lengths=torch.tensor([3, 9]))
+    with pytest.raises(RunFailed, match=r"9 tokens, more than index_topk of glm_moe_dsa \(8\)"):
+        backend.load_batch(batch, None)
 
 
 def test_parts_of_a_layer_are_replaced_in_specs_that_are_partial_calls(

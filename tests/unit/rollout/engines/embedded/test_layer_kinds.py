@@ -16,6 +16,7 @@ from engine_kit import VOCAB, flatten, layout, logprobs_under, request, with_eng
 from safetensors.torch import load_file
 
 from rlcore.data.generation import Prefix
+from rlcore.errors import UserError
 from rollout.engines.checks import ExpertLayers, language_config
 from rollout.engines.embedded import attention as attention_module
 from rollout.engines.embedded.attention import Masks, attention
@@ -169,6 +170,20 @@ def test_equal_prompts_need_no_padding(family):
     folder, model = family
     asked = [request([4, 5, 6], draw=i, n=2, max_new_tokens=12) for i in range(2)]
     check(model, asked, with_engine(folder, model, lambda engine: engine.generate(asked)))
+
+
+def test_nothing_longer_than_the_indexer_chooses_is_answered(family):
+    """Sparse attention is dense, as it is computed here, up to `index_topk` tokens."""
+    folder, model = family
+    longest = getattr(model.config, "index_topk", 512)
+    fits, beyond = (
+        request([1] * (longest - 4), draw=i, max_new_tokens=tokens, stop_token_ids=())
+        for i, tokens in enumerate((4, 5))
+    )
+    answers = with_engine(folder, model, lambda engine: engine.generate([fits]))
+    assert len(answers[0][0].tokens) == 4
+    with pytest.raises(UserError, match=f"context.*{longest}"):
+        with_engine(folder, model, lambda engine: engine.generate([beyond]))
 
 
 @pytest.mark.parametrize("retracts", [False, True])
