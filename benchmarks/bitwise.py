@@ -25,7 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from backends.megatron import MegatronBackend
-from backends.megatron.model import attention
+from backends.megatron.model.attention import core
 from backends.megatron.model.head import fused_logprobs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
@@ -190,7 +190,7 @@ def rotated() -> Iterator[tuple[list[Any], list[Any]]]:
     """(q, k, v, output) of each attention, in the engine and in the trainer."""
     theirs: list[Any] = []
     ours: list[Any] = []
-    bucketed = attention.bucketed_attention
+    bucketed = core.bucketed_attention
 
     def engines(module: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **more: Any) -> Any:
         output = causal_lm.attention(module, q, k, v, *given, **more)
@@ -203,9 +203,9 @@ def rotated() -> Iterator[tuple[list[Any], list[Any]]]:
         return output
 
     AttentionInterface.register(causal_lm.ATTENTION, engines)
-    attention.bucketed_attention = trainers
+    core.bucketed_attention = trainers
     yield theirs, ours
-    attention.bucketed_attention = bucketed
+    core.bucketed_attention = bucketed
     AttentionInterface.register(causal_lm.ATTENTION, causal_lm.attention)
 
 
@@ -236,7 +236,7 @@ def first_difference(engine: Engine, trainer: Trainer, sequence: tuple[Tensor, i
     flat = {name: tensor.reshape(-1, tensor.size(-1))[:length] for name, tensor in b.items()}
     size = attended.head_dim
     q, k, v, mixed = engines[0]
-    again = attention.bucketed_attention(q, k, v, *trainers[0][4:])
+    again = core.bucketed_attention(q, k, v, *trainers[0][4:])
     tokens, prompt = sequence
     hidden = a["final norm"][0, prompt - 1 : -1]
     weight = engine.model.module.get_output_embeddings().weight

@@ -178,9 +178,9 @@ class Side:
 
     def seconds(self, what: str) -> float:
         """Time an update or a scoring pass."""
-        from backends.megatron.model import attention
+        from backends.megatron.model.attention import core
 
-        attention.MERGED_FROM, attention.LONG_PREFIX = FORMS.get(self.name, CHOSEN)
+        core.MERGED_FROM, core.LONG_PREFIX = FORMS.get(self.name, CHOSEN)
         self.backend.config = self.config
         self.backend._local_batch = self.batch
         call: Callable[[], Any] = (
@@ -208,8 +208,8 @@ def take_backend() -> None:
     from backends.megatron.cpu.shim import importing_megatron
 
     with importing_megatron():
-        from backends.megatron.model import attention
-    CHOSEN = attention.MERGED_FROM, attention.LONG_PREFIX
+        from backends.megatron.model.attention import core
+    CHOSEN = core.MERGED_FROM, core.LONG_PREFIX
 
 
 def measure_alone(setting: Setting, model: str, folder: Path) -> dict[str, Any]:

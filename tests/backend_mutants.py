@@ -68,7 +68,7 @@ MUTANTS = [
     ("the value head's gather under SP sums", B + "model/head.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True",
      on("tp2_sp")),
     # gradients that several ranks hold a part of
-    ("gradients of norms not reduced under SP", B + "model/attention.py",
+    ("gradients of norms not reduced under SP", B + "model/attention/core.py",
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
     ("the value head without its mark", B + "model/head.py",
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
@@ -78,11 +78,11 @@ MUTANTS = [
      FINALIZE, without_step("_allreduce_non_tensor_model_parallel_grads"), on("tp2_sp")),
     ("gradients not finalized", B + "build.py", FINALIZE, "model.config.finalize_model_grads_func = None", on("dp2")),
     # KV heads that ranks divide
-    ("a KV head's gradient without the other ranks' queries", B + "model/divided_heads.py", "tensor_parallel_output_grad=True",
+    ("a KV head's gradient without the other ranks' queries", B + "model/attention/divided_heads.py", "tensor_parallel_output_grad=True",
      "tensor_parallel_output_grad=False", on("tp4")),
-    ("the KV head of other queries", B + "model/divided_heads.py", "parts.narrow(0, self.head * self.ranks_of_head, ", "parts.narrow(0, 0, ", on("tp4")),
-    ("a KV head with its parts interleaved", B + "model/divided_heads.py", "permute(3, 1, 2, 0, 4)", "permute(3, 1, 2, 4, 0)", on("tp4")),
-    ("key and value of a rank exchanged", B + "model/divided_heads.py", "key, value = of_head", "value, key = of_head", on("tp4")),
+    ("the KV head of other queries", B + "model/attention/divided_heads.py", "parts.narrow(0, self.head * self.ranks_of_head, ", "parts.narrow(0, 0, ", on("tp4")),
+    ("a KV head with its parts interleaved", B + "model/attention/divided_heads.py", "permute(3, 1, 2, 0, 4)", "permute(3, 1, 2, 4, 0)", on("tp4")),
+    ("key and value of a rank exchanged", B + "model/attention/divided_heads.py", "key, value = of_head", "value, key = of_head", on("tp4")),
     # adapters
     ("nothing recorded behind a frozen embedding", B + "model/lora.py", "model.embedding.register_forward_hook(_with_gradient)", "pass", on("lora_tp2_sp")),
     ("a whole factor without its mark under SP", B + "model/lora.py", "whole.sequence_parallel = self.sequence_parallel", "whole.sequence_parallel = False", on("lora_tp2_sp")),

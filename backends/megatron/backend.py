@@ -30,7 +30,7 @@ with importing_megatron():
     from backends.megatron.checks.layout import check_layout, check_lengths
     from backends.megatron.convert.read import read_policy
     from backends.megatron.model import routing_replay as replay
-    from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.attention.core import uses_varlen
     from backends.megatron.model.fused import fused_kernels
     from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import (

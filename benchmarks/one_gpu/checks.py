@@ -56,7 +56,7 @@ def _attention(
 
     with importing_megatron():
         from backends.megatron.batch.cp_layout import PackLayout
-        from backends.megatron.model.attention import (
+        from backends.megatron.model.attention.core import (
             bucketed_attention,
             uses_varlen,
             varlen_attention,

@@ -48,18 +48,18 @@ def _check_attention(setting: Setting, found: Found) -> None:
 
         with importing_megatron():
             from backends.megatron.batch.pack import lay_out
-            from backends.megatron.model import attention
+            from backends.megatron.model.attention import core
             from backends.megatron.parallel.state import ALONE
 
         where = torch.device(device)
         layout, _ = lay_out(sharing, batch.lengths, sharing.size, where, ALONE)
         assert layout.prefixes is not None
-        varlen = attention.uses_varlen(where, dtype)
+        varlen = core.uses_varlen(where, dtype)
         attend: Callable[..., torch.Tensor]
         if form == "merged":
             attend = _merged(varlen=varlen)
         else:
-            attend = attention.varlen_attention if varlen else attention.bucketed_attention
+            attend = core.varlen_attention if varlen else core.bucketed_attention
         *inputs, weight = (x.to(where, dtype) for x in tensors)
         inputs = [x.requires_grad_() for x in inputs]
         out = attend(*inputs, layout, 64**-0.5)
@@ -76,7 +76,7 @@ def _check_attention(setting: Setting, found: Found) -> None:
 
 
 def _merged(*, varlen: bool) -> Callable[..., torch.Tensor]:
-    from backends.megatron.model.merged_attention import merged_attention
+    from backends.megatron.model.attention.merged import merged_attention
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackLayout, scale: float
@@ -116,9 +116,9 @@ def _measure(setting: Setting, found: Found) -> None:
 
 def _side(made: Trainer, name: str, share: str, setting: Setting, found: Found) -> dict[str, Any]:
     """Seconds, log-probs and gradient norm of one way."""
-    from backends.megatron.model import attention
+    from backends.megatron.model.attention import core
 
-    attention.MERGED_FROM_VARLEN = attention.MERGED_FROM = FORMS.get(name, float("inf"))
+    core.MERGED_FROM_VARLEN = core.MERGED_FROM = FORMS.get(name, float("inf"))
     config = made.config
     policy = config.policy.model_copy(update={"share_prefixes": share})
     made.reload(config.model_copy(update={"policy": policy}))

@@ -27,7 +27,8 @@ from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective
 
 with importing_megatron():
-    from backends.megatron.model import attention, grouped_experts
+    from backends.megatron.model import grouped_experts
+    from backends.megatron.model.attention import core
 
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
@@ -98,7 +99,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     # what a GPU has: torch's grouped matmul, which has a kernel for the CPU too
     grouped = patch.object(grouped_experts, "groups_matmuls", lambda experts, hidden: True)
     # what long prefixes have
-    merged = patch.object(attention, "merges", lambda layout, *_, **__: layout.prefixes is not None)
+    merged = patch.object(core, "merges", lambda layout, *_, **__: layout.prefixes is not None)
     with (
         grouped if case.get("grouped") else nullcontext(),
         merged if case.get("merged") else nullcontext(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.model.attention import bucketed_attention
+    from backends.megatron.model.attention.core import bucketed_attention
 from backends.megatron.batch.cp_layout import Chunk, PackLayout, own_slots
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.parallel.state import CPRank

@@ -34,7 +34,7 @@ with importing_megatron():
         REFUSED,
         check_overrides,
     )
-    from backends.megatron.model.attention import bucketed_attention
+    from backends.megatron.model.attention.core import bucketed_attention
     from backends.megatron.model.gpt import transformer_config
     from backends.megatron.training.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_config

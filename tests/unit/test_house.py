@@ -18,7 +18,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MOST_FILES = 14
-CROWDED = {"rlcore/algorithms", "backends/megatron/model"}  # a formula, or a layer, a file
+CROWDED = {"rlcore/algorithms"}  # a formula a file
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 480
 # Lines of a room, docstrings included. A capability that needs more raises its line here.

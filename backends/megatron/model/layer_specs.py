@@ -29,16 +29,20 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.rope import Rope
-from backends.megatron.model.attention import (
+from backends.megatron.model.attention.core import (
     CoreAttention,
     HeadsRMSNorm,
     LocalRMSNorm,
     PackedAttention,
 )
-from backends.megatron.model.divided_heads import DividedHeads, GatedAttention, divides_heads
+from backends.megatron.model.attention.divided_heads import (
+    DividedHeads,
+    GatedAttention,
+    divides_heads,
+)
+from backends.megatron.model.attention.latent import LatentAttention, LatentRMSNorm
 from backends.megatron.model.elementwise import ClampedSwiGLU, GeGLU, SwiGLU, rotate_heads
 from backends.megatron.model.grouped_experts import GroupedExperts
-from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
 from backends.megatron.model.recurrent.gated_delta import GatedDelta, GatedDeltaParts
 from rlcore.errors import ConfigError

@@ -23,7 +23,7 @@ from backends.megatron.convert.layout import owned_parameters, unpack
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.table import Entry
 from backends.megatron.cpu.shim import replaced
-from backends.megatron.model.attention import CoreAttention
+from backends.megatron.model.attention.core import CoreAttention
 from backends.megatron.model.gpt import build_chunks, transformer_config
 from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.layers import LOCAL_FIELDS

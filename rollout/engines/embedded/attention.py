@@ -63,7 +63,7 @@ class Masks:
 
     def _mask(self, start: int, end: int, begin: int, window: int | None, like: Tensor) -> Tensor:
         columns = torch.arange(begin, self._first + end, device=like.device)
-        if end - start == 1:
+        if end - start == 1 and self._pads is not None:
             hidden = columns < self._pads
             # A padded query sees nothing, which some attention kernels turn into NaN and the values
             # carry on: let it see itself.

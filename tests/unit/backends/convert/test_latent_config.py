@@ -28,7 +28,7 @@ with importing_megatron():
     from backends.megatron.backend import MegatronBackend
     from backends.megatron.batch.cp_layout import PackLayout
     from backends.megatron.model import layer_specs
-    from backends.megatron.model.attention import bucketed_attention
+    from backends.megatron.model.attention.core import bucketed_attention
     from backends.megatron.model.elementwise import SwiGLU
     from backends.megatron.model.grouped_experts import GroupedExperts
     from backends.megatron.model.moe import PackRouter, SigmoidRouter

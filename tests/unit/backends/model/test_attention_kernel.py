@@ -18,7 +18,7 @@ from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.model import attention
+    from backends.megatron.model.attention import core
 
 LENGTHS = [5, 1, 7]
 SCALE = 0.3
@@ -68,10 +68,10 @@ def of_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]
         module = ModuleType("torch.nn.attention.varlen")
         module.varlen_attn = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        attention._varlen_attention.cache_clear()
+        core._varlen_attention.cache_clear()
 
     yield put
-    attention._varlen_attention.cache_clear()
+    core._varlen_attention.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", [of_torch_2_11, of_torch_2_12])
@@ -85,8 +85,8 @@ def test_each_torch_is_called_by_its_signature(
         torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, groups, groups)
     )
     layout = PackLayout.of_lengths(LENGTHS, torch.device("cpu"))
-    got = attention.varlen_attention(query, key, value, layout, SCALE)
-    want = attention.bucketed_attention(query, key, value, layout, SCALE)
+    got = core.varlen_attention(query, key, value, layout, SCALE)
+    want = core.bucketed_attention(query, key, value, layout, SCALE)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
@@ -106,18 +106,18 @@ def test_single_precision_on_cuda_copies_keys_for_a_kernel_that_takes_no_groups(
         torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, groups, groups)
     )
     layout = PackLayout.of_lengths(LENGTHS, torch.device("cpu"))
-    want = attention.bucketed_attention(query, key, value, layout, SCALE)
+    want = core.bucketed_attention(query, key, value, layout, SCALE)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
     with assuming_kernels("cuda"):
-        got = attention.bucketed_attention(query, key, value, layout, SCALE)
+        got = core.bucketed_attention(query, key, value, layout, SCALE)
     assert {*sizes} == {(4, 4, False)}
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
 def test_flash_attention_serves_half_precision_on_cuda() -> None:
-    assert attention.uses_varlen(torch.device("cuda"), HALF)
-    assert not attention.uses_varlen(torch.device("cuda"), torch.float32)
-    assert not attention.uses_varlen(torch.device("cpu"), HALF)
+    assert core.uses_varlen(torch.device("cuda"), HALF)
+    assert not core.uses_varlen(torch.device("cuda"), torch.float32)
+    assert not core.uses_varlen(torch.device("cpu"), HALF)
 
 
 @pytest.mark.parametrize(("installed", "capability"), [(True, 9), (True, 8), (False, 9)])
@@ -132,5 +132,5 @@ def test_flash_attention_3_on_a_hopper_that_has_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     of_torch(of_torch_2_12)
-    attention._varlen_attention()
+    core._varlen_attention()
     assert activated == (["FA3"] if installed and capability == 9 else [])

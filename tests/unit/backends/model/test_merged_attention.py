@@ -17,8 +17,8 @@ from rlcore.data.packing.sharing import share_prefixes
 with importing_megatron():
     from backends.megatron.batch.cp_layout import PackLayout
     from backends.megatron.batch.pack import lay_out
-    from backends.megatron.model import attention
-    from backends.megatron.model.merged_attention import VarlenKernel, merged_attention
+    from backends.megatron.model.attention import core
+    from backends.megatron.model.attention.merged import VarlenKernel, merged_attention
     from backends.megatron.parallel.state import ALONE, CPRank
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def merged(*given: Any, **options: Any) -> Tensor:
     return merged_attention(*given, varlen=False, **options)
 
 
-@pytest.mark.parametrize("attend", [attention.bucketed_attention, merged])
+@pytest.mark.parametrize("attend", [core.bucketed_attention, merged])
 def test_both_forms_equal_plain_sums(attend: Any, pack: Pack, expected: list[Tensor]) -> None:
     assert pack.sharing.num_shared > 300
     for got, want in zip(pack.results(attend), expected, strict=True):
@@ -126,7 +126,7 @@ WINDOW = 12
 
 
 def with_window(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    return attention.bucketed_attention(q, k, v, layout, scale, WINDOW)
+    return core.bucketed_attention(q, k, v, layout, scale, WINDOW)
 
 
 def merged_with_window(*given: Any) -> Tensor:
@@ -159,7 +159,7 @@ def test_half_precision_sums_in_single(pack: Pack, expected: list[Tensor]) -> No
         assert float((got.double() - want).norm() / want.norm()) < 0.01
 
 
-@pytest.mark.parametrize("attend", [attention.bucketed_attention, merged])
+@pytest.mark.parametrize("attend", [core.bucketed_attention, merged])
 def test_context_parallel_ranks_see_the_prefixes_of_all(attend: Any) -> None:
     """Two ranks, each with its slots of queries and all keys, rank behind rank."""
     pack = Pack(multiple=4)
@@ -319,7 +319,7 @@ def test_merging_is_chosen_where_copies_of_keys_would_be_many() -> None:
         sharing = share_prefixes(torch.cat(each).int(), lengths)
         layout, _ = lay_out(sharing, lengths, sharing.size, CPU, ALONE)
         given: Any = {"same_heads": True, "varlen": False} | how
-        return attention.merges(layout, torch.device(device), **given)
+        return core.merges(layout, torch.device(device), **given)
 
     assert chosen(1024, 100, 16)
     assert chosen(64, 10, 64, varlen=True)

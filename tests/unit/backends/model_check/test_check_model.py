@@ -19,7 +19,8 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from backends.megatron.convert import load
     from backends.megatron.convert.families import FAMILIES
-    from backends.megatron.model import attention, moe
+    from backends.megatron.model import moe
+    from backends.megatron.model.attention import core
     from backends.megatron.model_check import check as checks
     from backends.megatron.model_check.check import StageReport, check_model
 from rlcore import cli
@@ -252,13 +253,13 @@ def transposed(end: str) -> Break:
 
 def scaled(patch: pytest.MonkeyPatch) -> None:
     """The scale of the hidden size, not of a head's."""
-    init = attention.CoreAttention.__init__
+    init = core.CoreAttention.__init__
 
     def wrong(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, config, *args, **kwargs)
         self.scale = config.hidden_size**-0.5
 
-    patch.setattr(attention.CoreAttention, "__init__", wrong)
+    patch.setattr(core.CoreAttention, "__init__", wrong)
 
 
 def without_bias(patch: pytest.MonkeyPatch) -> None:
@@ -271,19 +272,19 @@ def without_bias(patch: pytest.MonkeyPatch) -> None:
 
 def leaking(patch: pytest.MonkeyPatch) -> None:
     """A pack is one sequence to attention."""
-    attend = attention.bucketed_attention
+    attend = core.bucketed_attention
 
     def wrong(query: Any, key: Any, value: Any, layout: Any, *others: Any) -> torch.Tensor:
-        whole = attention.PackLayout.of_lengths([sum(layout.lengths)], query.device)
+        whole = core.PackLayout.of_lengths([sum(layout.lengths)], query.device)
         return attend(query, key, value, whole, *others)
 
-    patch.setattr(attention, "bucketed_attention", wrong)
+    patch.setattr(core, "bucketed_attention", wrong)
 
 
 def without_gradient(patch: pytest.MonkeyPatch) -> None:
-    forward = attention.PackedAttention.forward
+    forward = core.PackedAttention.forward
     patch.setattr(
-        attention.PackedAttention, "forward",
+        core.PackedAttention, "forward",
         lambda self, query, key, value, *args, **kwargs: forward(
             self, query, key, value.detach(), *args, **kwargs),
     )  # fmt: skip

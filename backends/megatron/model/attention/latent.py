@@ -24,7 +24,7 @@ from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.batch.rotary import Angles
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import replaced
-from backends.megatron.model.attention import LocalRMSNorm
+from backends.megatron.model.attention.core import LocalRMSNorm
 from backends.megatron.model.elementwise import rotate_heads
 
 

@@ -27,8 +27,8 @@ from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.pack import gather_keys_values
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.kernels import kernel_type
+from backends.megatron.model.attention.merged import merged_attention, visible
 from backends.megatron.model.elementwise import rotate_heads, scaled_norm
-from backends.megatron.model.merged_attention import merged_attention, visible
 
 # Merging is faster from this many copied keys for each token of the pack on, and from this many
 # tokens in a prefix (benchmarks/prefixes.py).
