@@ -29,6 +29,7 @@ from rlcore.trainer.objective import Objective
 with importing_megatron():
     from backends.megatron.model import grouped_experts
     from backends.megatron.model.attention import core
+    from backends.megatron.model.mtp import MultiTokenPrediction
 
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
@@ -194,6 +195,11 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     result["unchanged"] = {
         m: all(torch.equal(before[m][k], after[m][k]) for k in before[m]) for m in models
     }
+    if config.policy.mtp_coef:
+        result["predicting"] = {
+            name: any(isinstance(part, MultiTokenPrediction) for part in model.chunks[-1].modules())
+            for name, model in (("policy", backend.policy), *backend.frozen.items())
+        }
     if config.policy.lora is not None:
         result["merged"] = exported(backend, *models["policy"])
     result["before"] = before["policy"]

@@ -96,6 +96,7 @@ def test_clipping_and_the_trunk_do_not_know_of_the_layer(results: Results) -> No
     for name, gradient in kept["gradients"]["policy"].items():
         assert torch.equal(gradient, got["gradients"]["policy"][name]), name
     assert got["gradients"]["policy"].keys() - kept["gradients"]["policy"].keys()
+    assert got["predicting"] == {"policy": True, "reference": False}
 
 
 def test_a_checkpoint_holds_the_layer_in_every_layout(
