@@ -166,7 +166,8 @@ def _alone(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     model_type = getattr(getattr(module, "config", None), "model_type", None)
     mixtral = model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for name, parameter in module.named_parameters():
+    weights = (*module.named_parameters(), *saved_buffers(module))
+    for name, parameter in weights:
         # The indexers of sparse attention are not trained.
         if ".indexer." in name:
             continue
@@ -181,7 +182,6 @@ def _alone(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for expert, stacked in enumerate(parameter.data):
             for part, view in zip(parts, stacked.chunk(len(parts))):
                 yield f"{experts}.{expert}.{part}.weight", view
-    yield from saved_buffers(module)
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
