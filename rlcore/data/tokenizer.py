@@ -30,7 +30,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         ModelError: the folder does not exist, or holds no tokenizer that transformers can load.
     """
     # Slow to import.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     if not Path(folder).is_dir():
         raise ModelError(
@@ -38,7 +39,11 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             " Face folder"
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        named = get_tokenizer_config(str(folder), local_files_only=True).get("tokenizer_class")
+        # For some model types AutoTokenizer takes a class of its own in place of this general one,
+        # and makes another tokenizer of the same vocabulary.
+        kind = PreTrainedTokenizerFast if named == "TokenizersBackend" else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
