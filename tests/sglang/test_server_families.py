@@ -16,7 +16,7 @@ import server_kit
 import torch
 from publication_kit import checksums, folder_weights, layout, publish, publishing
 
-from rlcore.launch.commands.init_model import Family, ModelSpec, init_model
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.weights import Bucket, cut_buckets
 from tests.checkpoint.hf_folders import MODELS, write_model
 
@@ -26,7 +26,7 @@ NAMES = (
     *("seed_oss", "smollm3"),
 )
 # Of `init-model`.
-TINY: tuple[Family, ...] = ("mistral", "ministral3")
+TINY = ("mistral", "ministral3")
 
 
 @pytest.mark.parametrize("name", [*NAMES, *TINY])
@@ -37,7 +37,7 @@ def test_every_tensor_changes_and_is_the_same_for_every_size_of_buckets(
     if name in MODELS:
         write_model(name, model)
     else:
-        init_model(model, ModelSpec(name, hidden=32, layers=2, intermediate=48))  # type: ignore[arg-type]
+        init_model(model, ModelSpec(name, hidden=32, layers=2, intermediate=48))
     init_model(tmp_path / "tokenizer", ModelSpec("qwen3"))
     for file in (tmp_path / "tokenizer").glob("*token*"):
         shutil.copy(file, model)

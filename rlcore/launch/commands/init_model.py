@@ -10,30 +10,17 @@ import string
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from backends.megatron.convert.families import FAMILIES
+from backends.megatron.convert.table import Family
 from rlcore.errors import ModelError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-Family = Literal[
-    "qwen3", "qwen2", "llama", "mistral", "ministral3", "seed_oss", "smollm3", "qwen3_moe",
-    "mixtral", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen3_5", "qwen3_5_moe",
-]  # fmt: skip
-LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
-# Of families that need no further fields.
-DENSE_CONFIGS = {
-    "qwen3": "Qwen3Config",
-    "qwen2": "Qwen2Config",
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "ministral3": "Ministral3Config",
-    "seed_oss": "SeedOssConfig",
-    "smollm3": "SmolLM3Config",
-}
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -74,7 +61,8 @@ COUNTS = (
 class ModelSpec:
     """Family, sizes and alphabet; the default has 595,200 parameters and learns to add."""
 
-    family: Family = "qwen3"
+    # A key of `FAMILIES`: the `model_type`, and that of its language model if it has several.
+    family: str = "qwen3"
     alphabet: str = ALPHABETS["addition"]
     hidden: int = 128
     layers: int = 4
@@ -91,9 +79,14 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Raise UserError for sizes that contradict each other."""
+        if self.family not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UserError(f"family: {self.family!r} is unknown (known: {known})")
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected 1 or more")
+        experts = FAMILIES[self.family].experts
+        grouped = experts is not None and experts.scoring == "sigmoid"
         twice = "".join(c for c, n in Counter(self.alphabet).items() if n > 1)
         which = f"; {twice!r} come twice" if twice else ""
         missing = "".join(sorted(set(ROLES) - set(self.alphabet))) if self.chat else ""
@@ -107,7 +100,7 @@ class ModelSpec:
             f"experts_per_token: got {self.experts_per_token}, more than the {self.experts}"
             " experts": self.experts_per_token > self.experts,
             f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its two"
-            " best": self.family in LATENT and self.experts < 2,
+            " best": grouped and self.experts < 2,
             f"alphabet: got {self.alphabet!r}, expected one character or more, each once{which}": (
                 not self.alphabet or twice
             ),
@@ -138,22 +131,24 @@ def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool =
     Raises:
         ModelError: `folder` holds a model and `overwrite` is off.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+
+    from rlcore.launch.commands.model_fields import model_config, shared_fields
 
     spec = spec or ModelSpec()
     if (folder / "config.json").exists() and not overwrite:
         raise ModelError(f"{folder}: holds a model already; pass --overwrite to replace it")
     tokenizer = char_tokenizer(spec.alphabet, spec.max_positions, chat=spec.chat)
-    config = _architecture(spec, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    family = FAMILIES[spec.family]
+    config = model_config(family, {**shared_fields(spec), **ends})
+    kind = AutoModelForImageTextToText if family.within else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(
-        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+        model = kind.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(folder)
-    if spec.family == "kimi_k2":
-        _rename(folder, "kimi_k2")
+    _name(folder, family)
     tokenizer.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
@@ -185,99 +180,19 @@ def char_tokenizer(
     )
 
 
-def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
-    """The family's own configuration class with our sizes."""
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "intermediate_size": spec.intermediate,
-        "max_position_embeddings": spec.max_positions,
-        "tie_word_embeddings": spec.tied,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-        "bos_token_id": None,
-    }
-    head = spec.hidden // spec.heads
-    width = max(spec.intermediate // 2, 1)
-    dense = min(1, spec.layers - 1)
-    if spec.family in LATENT:
-        # A dense first layer and one group of experts.
-        latent = {
-            "num_key_value_heads": spec.heads,
-            "q_lora_rank": spec.hidden // 2,
-            "kv_lora_rank": spec.hidden // 4,
-            "qk_nope_head_dim": head,
-            "qk_rope_head_dim": max(head // 4 * 2, 2),
-            "v_head_dim": head,
-            "n_routed_experts": spec.experts,
-            "num_experts_per_tok": spec.experts_per_token,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": dense,
-            "num_nextn_predict_layers": 0,
-            "moe_intermediate_size": width,
-        }
-        if spec.family == "glm4_moe_lite":
-            del latent["first_k_dense_replace"]
-            kinds = ["dense"] * dense + ["sparse"] * (spec.layers - dense)
-            return transformers.Glm4MoeLiteConfig(**sizes | latent, mlp_layer_types=kinds)
-        return transformers.DeepseekV3Config(**sizes | latent)
-    # Two classes derive the head size from hidden / heads.
-    if spec.family not in ("qwen2", "smollm3"):
-        sizes["head_dim"] = head
-    if spec.family in ("qwen3_5", "qwen3_5_moe"):
-        return _gated_delta(spec, sizes)
-    experts = {"num_experts_per_tok": spec.experts_per_token, "num_local_experts": spec.experts}
-    if spec.family == "qwen3_moe":
-        return transformers.Qwen3MoeConfig(
-            **sizes, **experts, moe_intermediate_size=width, norm_topk_prob=True
-        )
-    if spec.family == "mixtral":
-        return transformers.MixtralConfig(**{**sizes, **experts, "intermediate_size": width})
-    if spec.family == "mistral":
-        sizes["sliding_window"] = None
-    return getattr(transformers, DENSE_CONFIGS[spec.family])(**sizes)
-
-
-def _gated_delta(spec: ModelSpec, sizes: dict[str, Any]) -> Any:
-    """The text model of Qwen3.5: every fourth layer has attention, or the last of fewer."""
-    import transformers
-
-    head: int = sizes["head_dim"]
-    every = min(4, spec.layers)
-    delta = {
-        "layer_types": [
-            "linear_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(spec.layers)
-        ],
-        "linear_num_key_heads": spec.kv_heads,
-        "linear_num_value_heads": spec.heads,
-        "linear_key_head_dim": head,
-        "linear_value_head_dim": head,
-        # The published models' quarter of a head, or what is even.
-        "partial_rotary_factor": next(part for part in (0.25, 0.5, 1.0) if head * part % 2 == 0),
-    }
-    if spec.family == "qwen3_5":
-        return transformers.Qwen3_5TextConfig(**sizes, **delta)
-    width = max(spec.intermediate // 2, 1)
-    experts = {
-        "num_experts": spec.experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "moe_intermediate_size": width,
-        "shared_expert_intermediate_size": width,
-    }
-    del sizes["intermediate_size"]
-    return transformers.Qwen3_5MoeTextConfig(**sizes, **delta, **experts)
-
-
-def _rename(folder: Path, model_type: str) -> None:
-    """Give a folder the `model_type` of a family that transformers has by another name."""
+def _name(folder: Path, family: Family) -> None:
+    """Give the files the family's names, where transformers writes others."""
     path = folder / "config.json"
-    config = {**json.loads(path.read_text()), "model_type": model_type}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    names = {"model_type": family.model_type, "architectures": [family.classes[0]]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names}, indent=2) + "\n")
+    if family.model_type == "kimi_k25":
+        file = folder / "model.safetensors"
+        save_file(
+            {_of_kimi(k): tensor for k, tensor in load_file(file).items()}, file, {"format": "pt"}
+        )
+
+
+def _of_kimi(name: str) -> str:
+    """The name in folders of Kimi-K2.5, of which transformers 5 writes two beginnings otherwise."""
+    name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+    return name.removeprefix("model.") if name.startswith("model.mm_projector.") else name

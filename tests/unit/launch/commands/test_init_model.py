@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from backends.megatron.convert.architecture import weight_tensors
+from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.read import read_architecture
 from rlcore import cli
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import ModelError, UserError
-from rlcore.launch.commands.init_model import ALPHABETS, Family, ModelSpec, init_model
+from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
+from rollout.engines.embedded.causal_lm import build_module
+from rollout.engines.embedded.model_weights import as_published
 
 SMALL = {"hidden": 32, "layers": 2, "intermediate": 64}
 
@@ -59,35 +64,39 @@ def test_a_chat_is_its_contents(tiny_model):
     )
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3", "qwen2", "llama", "deepseek_v3", "mistral", "ministral3", "seed_oss", "smollm3",
-     "glm4_moe_lite", "kimi_k2", "qwen3_5"],
-)  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_families(tmp_path, family, tied):
+def test_every_family_of_the_trainer_is_one_of_the_engine(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    """The file has the tensors of both, and others only that an export copies."""
     count = init_model(tmp_path, ModelSpec(family=family, tied=tied, **SMALL))
-    model_type = json.loads((tmp_path / "config.json").read_text())["model_type"]
-    assert model_type.removesuffix("_text") == family
+    on_disk = load_file(tmp_path / "model.safetensors")
+    assert sum(t.numel() for name, t in on_disk.items() if "correction_bias" not in name) == count
     arch = read_architecture(tmp_path)
-    assert arch.family == model_type
-    # transformers has this family by another name
-    known = {"kimi_k2": "deepseek_v3"}.get(family, model_type)
-    config = CONFIG_MAPPING[known].from_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
-    names = {name for name, _, _ in weight_tensors(arch, "float32", "lm")}
-    assert names == load_file(tmp_path / "model.safetensors").keys()
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
-    assert model.generation_config.eos_token_id == 1
-    assert model.dtype == torch.float32
-    assert model(torch.tensor([[2, 3, 4]])).logits.shape == (1, 3, 31)
+    assert (arch.family, arch.tie_word_embeddings) == (family, tied)
+    trained = {name: shape for name, shape, _ in weight_tensors(arch, "float32", "lm")}
+    module = build_module(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+    assert trained == {name: tuple(tensor.shape) for name, tensor in as_published(module)}
+    assert trained.items() <= {name: tuple(t.shape) for name, t in on_disk.items()}.items()
+    carried = re.compile("|".join(arch.table.carried) or "$")
+    assert [name for name in on_disk.keys() - trained if not carried.match(name)] == []
+    assert {tensor.dtype for tensor in on_disk.values()} == {torch.float32}
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.get("text_config", config)
+    if arch.table.gated_delta or arch.table.windows:
+        assert len({*text["layer_types"]}) == 2
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer) == 31
+    assert tokenizer.decode(tokenizer.encode(" 1  2\nx")) == " 1  2\nx"
 
 
-def test_every_family_is_a_choice_of_the_command(tmp_path):
-    for family in get_args(Family):
-        sizes = ["--hidden=32", "--layers=2", "--intermediate=64", "--experts=2"]
-        assert cli.main(["init-model", str(tmp_path / family), f"--family={family}", *sizes]) == 0
+def test_an_unknown_family_is_an_error_with_the_known_ones(tmp_path, capsys):
+    assert cli.main(["init-model", str(tmp_path / "m"), "--family=qwen9"]) == 2
+    error = capsys.readouterr().err
+    assert "family: 'qwen9' is unknown" in error
+    assert all(family in error for family in FAMILIES)
+    assert not (tmp_path / "m").exists()
 
 
 def test_the_seed_fixes_the_weights_and_leaves_torchs_generator_alone(tmp_path):
