@@ -220,8 +220,13 @@ def shows_calls(render: Callable[[Sequence[Message]], str], messages: Sequence[M
     for message in messages:
         calls = []
         for call in message.get("tool_calls") or ():
-            marks.append(f"{call['function']['name']}_{len(marks):05d}_")
-            calls.append({**call, "function": {**call["function"], "name": marks[-1]}})
+            name = call["function"]["name"]
+            marks.append(f"{name}_{len(marks):05d}_")
+            named: dict[str, Any] = {"function": {**call["function"], "name": marks[-1]}}
+            # Kimi-K2's template writes the name as a part of the id.
+            if found := re.fullmatch(rf"(.*\.)?{re.escape(name)}(:\d+)", str(call.get("id"))):
+                named["id"] = f"{found[1] or ''}{marks[-1]}{found[2]}"
+            calls.append({**call, **named})
         marked.append({**message, "tool_calls": calls} if calls else message)
     if not marks:
         return True

@@ -1,7 +1,7 @@
 """The ways in which models write reasoning and tool calls.
 
-Formats have the names of SGLang's `--tool-call-parser`. A format accounts for every character of a
-call; a call with other characters is not run.
+Formats have the names of SGLang's `--tool-call-parser`, which has none for Seed-OSS. A format
+accounts for every character of a call; a call with other characters is not run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ class CallForm:
     """Regular expressions for the parts of a call after its beginning.
 
     Attributes:
-        head: text before the arguments; it may capture the `name`.
+        head: text before the arguments; it may capture the `name`, and the call's `id`, by which
+            the chat template names the call or its result.
         arguments: the kind of JSON: a `map` of arguments, a `call` with its name, a list of
-            `calls`; or an expression that captures `key` and `value` of one argument as text.
+            `calls`; or an expression that captures `key` and `value` of one argument as text, and
+            whether the value `is_text` (`true`) or JSON (`false`), where the model says so.
         end: text after the arguments.
         margin: text that chat templates write on each side of a value.
+        literals: the language of values that are no texts.
     """
 
     head: str
     arguments: Literal["map", "call", "calls"] | str
     end: str = ""
     margin: str = ""
+    literals: Literal["json", "python"] = "json"
 
     @property
     def is_json(self) -> bool:
@@ -75,6 +79,19 @@ _CALL_BEGIN = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_BEGIN = rf"\s*(?:{_CALLS_BEGIN}\s*)?(?={_CALL_BEGIN})|{_CALLS_BEGIN}"
 _DEEPSEEK_END = r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"
 
+_DSML = "｜DSML｜"
+_DSML_CALLS = f"<{_DSML}function_calls>"
+_DSML_END = rf"</{_DSML}invoke>(?:\s*</{_DSML}function_calls>)?"
+_DSML_VALUE = rf"[^<]*(?:<(?!/?{_DSML})[^<]*)*"
+
+_KIMI_CALLS = r"<\|tool_calls_section_begin\|>"
+_KIMI_CALL = r"<\|tool_call_begin\|>"
+_KIMI_END = r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?"
+
+_MINIMAX_CALLS = "<minimax:tool_call>"
+_MINIMAX_END = r"</invoke>(?:\s*</minimax:tool_call>)?"
+_MINIMAX_VALUE = r"[^<]*(?:<(?!/parameter>|parameter name=)[^<]*)*"
+
 _MESSAGE = r"<\|message\|>"
 _SPEAKER = r"<\|start\|>assistant"
 _TO = r" to=(?:functions\.)?(?P<name>[^\s<]+)"
@@ -95,6 +112,39 @@ _LLAMA_CALL = (
 
 # By name. The first one whose marks are in the chat template is the default.
 FORMATS: Mapping[str, Format] = {
+    # Seed-OSS: Qwen3-Coder's calls between other marks, with values as Python writes them
+    "seed_oss": Format(
+        ("<seed:tool_call>",),
+        begin="<seed:tool_call>",
+        forms=(
+            CallForm(
+                r"\s*<function=(?P<name>[^<>\n]+)>",
+                rf"\s*<parameter=(?P<key>[^<>\n]+)>(?P<value>{_PARAMETER})</parameter>",
+                r"\s*</function>\s*</seed:tool_call>",
+                literals="python",
+            ),
+        ),
+        until="</seed:tool_call>",
+        thought=("<seed:think>", "</seed:think>"),
+    ),
+    # MiniMax-M2: <minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke>...
+    "minimax-m2": Format(
+        ("<minimax:tool_call>",),
+        # A further call follows the one before it directly.
+        begin=(
+            rf"(?:{_MINIMAX_CALLS}\s*|(?<=</invoke>)|(?<=</invoke>\n))(?=<invoke )"
+            rf"|{_MINIMAX_CALLS}"
+        ),
+        forms=(
+            CallForm(
+                r"<invoke name=\"(?P<name>[^\"<>\n]+)\">",
+                r"\s*<parameter name=\"(?P<key>[^\"<>\n]+)\">"
+                rf"(?P<value>{_MINIMAX_VALUE})</parameter>",
+                rf"\s*{_MINIMAX_END}",
+            ),
+        ),
+        until=rf"{_MINIMAX_END}|</minimax:tool_call>",
+    ),
     # Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
     "qwen3_coder": Format(
         ("<function=",),
@@ -154,6 +204,36 @@ FORMATS: Mapping[str, Format] = {
         ),
         until=_DEEPSEEK_END,
     ),
+    # DeepSeek-V3.2, with | for ｜: <|DSML|function_calls><|DSML|invoke name="f">
+    # <|DSML|parameter name="x" string="false">1</|DSML|parameter></|DSML|invoke>...
+    "deepseekv32": Format(
+        (_DSML,),
+        begin=rf"(?:{_DSML_CALLS}\s*)?(?=<{_DSML}invoke )|{_DSML_CALLS}",
+        forms=(
+            CallForm(
+                rf"<{_DSML}invoke name=\"(?P<name>[^\"<>\n]+)\">",
+                rf"\s*<{_DSML}parameter name=\"(?P<key>[^\"<>\n]+)\""
+                r" string=\"(?P<is_text>true|false)\">"
+                rf"(?P<value>{_DSML_VALUE})</{_DSML}parameter>",
+                rf"\s*{_DSML_END}",
+            ),
+        ),
+        until=rf"{_DSML_END}|</{_DSML}function_calls>",
+    ),
+    # Kimi-K2: ...begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>
+    "kimi_k2": Format(
+        ("<|tool_call_argument_begin|>",),
+        begin=rf"(?:{_KIMI_CALLS}\s*)?(?={_KIMI_CALL})|{_KIMI_CALLS}",
+        forms=(
+            CallForm(
+                rf"{_KIMI_CALL}\s*(?P<id>(?:functions\.)?(?P<name>[^\s<|:]+):\d+)\s*"
+                r"<\|tool_call_argument_begin\|>\s*",
+                "map",
+                rf"\s*{_KIMI_END}",
+            ),
+        ),
+        until=rf"{_KIMI_END}|<\|tool_calls_section_end\|>",
+    ),
     # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
     "gpt-oss": Format(
         ("<|channel|>", "<|call|>"),
@@ -177,7 +257,8 @@ FORMATS: Mapping[str, Format] = {
         forms=(
             CallForm(r"\s*(?=\[)", "calls", _MISTRAL_END),
             CallForm(
-                r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?",
+                r"\s*(?P<name>[^\s\[{]+)\s*"
+                r"(?:\[CALL_ID\]\s*(?:(?P<id>[A-Za-z0-9]{9})\b|\w+)\s*)?(?:\[ARGS\]\s*)?",
                 "map",
                 _MISTRAL_END,
             ),

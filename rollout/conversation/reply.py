@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.data.messages import Message
 from rlcore.data.sample import FinishReason
@@ -17,8 +17,10 @@ class ToolCall:
         raw: its full text, as the model wrote it.
         arguments: None if they are unreadable. Arguments that the tool's schema refuses, or of an
             unknown tool, are as the model wrote them.
-        id: number of the call within the reply.
-        as_texts: the values were written as texts, and the tool's schema gives their types.
+        id: the `own_id`, or the number of the call within the reply.
+        own_id: the id that the model wrote, if the format has ids that chat templates take.
+        as_texts: the values were written as texts, and the tool's schema gives their types; this is
+            the language of those that are not strings.
     """
 
     raw: str
@@ -26,7 +28,8 @@ class ToolCall:
     arguments: dict[str, Any] | None = None
     error: str = ""
     id: str = ""
-    as_texts: bool = False
+    own_id: str = ""
+    as_texts: Literal["", "json", "python"] = ""
 
 
 @dataclass

@@ -7,17 +7,18 @@ Any other call carries an error, which the model reads as the result of the call
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rlcore.data.messages import Message
+from rlcore.data.messages import Message, parse_json
 from rlcore.errors import ConfigError
-from rollout.conversation.formats import FORMATS, THINK
+from rollout.conversation.formats import FORMATS
 from rollout.conversation.reply import Reply, ToolCall, Turn
-from rollout.conversation.tool_schemas import call_error, typed
+from rollout.conversation.tool_schemas import call_error, parse_python, typed
 from rollout.conversation.turn_reader import TemplateReader, TurnReader
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class ReplyParser:
         shown = (of for of, form in FORMATS.items() if all(m in template for m in form.marks))
         self.format = name if name != "auto" else next(shown, DEFAULT)
         self._reader = TurnReader(FORMATS[self.format])
-        _, opening, rest = head.partition(THINK[0])
-        self._head = opening + rest
+        opened = re.search(FORMATS[self.format].thought[0], head)
+        self._head = head[opened.start() :] if opened else ""
 
     def __call__(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> Reply:
         """Read a turn; the reply has no finish reason and no budget yet.
@@ -114,11 +115,12 @@ def as_json(value: Any) -> str:
 
 def _checked(number: int, call: ToolCall, tools: Sequence[dict[str, Any]]) -> ToolCall:
     """The call with its id and typed arguments, or with an error."""
-    call = replace(call, id=f"call{number:05d}")
+    call = replace(call, id=call.own_id or f"call{number:05d}")
     if (arguments := call.arguments) is not None:
         try:
             if call.as_texts:
-                arguments = typed(call.name, arguments, tools)
+                read = parse_python if call.as_texts == "python" else parse_json
+                arguments = typed(call.name, arguments, tools, read)
             as_json([call.name, arguments])
             message = call_error(call.name, arguments, tools)
             return replace(call, arguments=arguments, error=message)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +73,12 @@ def call_error(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
     return f"{name}: {where}: got {got}, expected {error.validator}: {wanted}"
 
 
-def typed(name: str, texts: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
+def typed(
+    name: str, texts: Mapping[str, Any], tools: Tools, read: Callable[[str], Any] = parse_json
+) -> dict[str, Any]:
     """Convert arguments that a format writes as texts to the types of the schema.
 
-    Text that is not JSON of such a type stays a text.
+    Text that `read` does not make a value of such a type stays a text.
     """
     tool = _named(name, tools)
     if tool is None:
@@ -83,12 +86,33 @@ def typed(name: str, texts: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
     validator = _validator(tool)
     properties = validator.schema.get("properties", {})
     return {
-        key: _typed(text, validator.evolve(schema=properties[key])) if key in properties else text
+        key: _typed(text, validator.evolve(schema=properties[key]), read)
+        if key in properties
+        else text
         for key, text in texts.items()
     }
 
 
-def _typed(text: Any, validator: Validator) -> Any:
+def parse_python(text: str) -> Any:
+    """Return the value of a text that is JSON, or a Python list or map that JSON can say.
+
+    Raises as `parse_json`; also SyntaxError, TypeError and MemoryError.
+    """
+    try:
+        return parse_json(text)
+    except ValueError:
+        if not text.lstrip().startswith(("[", "{")):
+            raise
+    tree = ast.parse(text.strip(), mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            keys = [ast.dump(key) for key in node.keys if key]
+            if len({*keys}) < len(node.keys):
+                raise ValueError("it has a key twice")
+    return parse_json(json.dumps(ast.literal_eval(tree), allow_nan=False))
+
+
+def _typed(text: Any, validator: Validator, read: Callable[[str], Any]) -> Any:
     schema = validator.schema
     if (
         not isinstance(text, str)
@@ -99,8 +123,8 @@ def _typed(text: Any, validator: Validator) -> Any:
         return text
     word = text.strip()
     try:
-        value = PYTHON[word] if word in PYTHON else parse_json(text)
-    except (ValueError, RecursionError):
+        value = PYTHON[word] if word in PYTHON else read(text)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
     return value if not isinstance(value, str) and _fits(value, validator) else text
 

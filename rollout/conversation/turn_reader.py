@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlcore.data.messages import parse_json, read_json
 from rollout.conversation.formats import CallForm, Format
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 SIGNS = re.compile(r"[<\[{]")  # first characters of all parts, except at the head of a turn
 CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
+OWN_ID = re.compile("[A-Za-z0-9]{9}")  # the ids that Mistral's chat templates take
+# group of `CallForm.arguments`
+IS_TEXT = "is_text"
 # names in the response templates of transformers
 CALLS = "tool_calls"
 BODY = "body of a call"
@@ -65,7 +68,8 @@ class TurnReader:
             head = _compiled(form.head).match(text, begin.end())
             if head is None:
                 continue
-            name = (head.groupdict().get("name") or "").strip()
+            captured = head.groupdict()
+            name = (captured.get("name") or "").strip()
             message = form.shape
             try:
                 found, at = _arguments(form, text, head.end())
@@ -74,7 +78,10 @@ class TurnReader:
                 continue
             if end := _compiled(form.end).match(text, at):
                 raw = text[begin.start() : end.end()]
-                return _calls(form, raw, name, found), end.end()
+                calls = _calls(form, raw, name, found)
+                if own_id := captured.get("id"):
+                    calls = [replace(call, own_id=own_id) for call in calls]
+                return calls, end.end()
         # search from at least one character later, so as not to find the same call again
         stop = self._until.search(text, max(begin.end(), begin.start() + 1))
         last = stop.end() if stop else len(text)
@@ -85,13 +92,15 @@ def _arguments(form: CallForm, text: str, at: int) -> tuple[Any, int]:
     """The arguments that begin at `at`, and their end; raises like `read_json`."""
     if form.is_json:
         return read_json(text, at)
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     pattern = _compiled(form.arguments)
     while argument := pattern.match(text, at):
         key = argument["key"]
         if key in found:
             raise ValueError(f"it has the argument {key!r} twice")
-        found[key] = argument["value"].removeprefix(form.margin).removesuffix(form.margin)
+        value = argument["value"].removeprefix(form.margin).removesuffix(form.margin)
+        is_json = argument.groupdict().get(IS_TEXT) == "false"
+        found[key] = parse_json(value) if is_json else value
         at = argument.end()
     return found, at
 
@@ -99,7 +108,8 @@ def _arguments(form: CallForm, text: str, at: int) -> tuple[Any, int]:
 def _calls(form: CallForm, raw: str, name: str, found: Any) -> list[ToolCall]:
     """The calls in parsed arguments."""
     if not form.is_json:
-        return [ToolCall(raw, name, found, as_texts=True)]
+        typed = IS_TEXT in _compiled(form.arguments).groupindex
+        return [ToolCall(raw, name, found, as_texts="" if typed else form.literals)]
     if form.arguments == "map":
         found = {"name": name, "arguments": found}
     several = form.arguments == "calls" and isinstance(found, list) and found
@@ -127,7 +137,8 @@ def _call_of(raw: str, call: Any, shape: str) -> ToolCall:
     )
     if not understood or not isinstance(arguments, dict):
         return ToolCall(raw, name.strip(), error=message)
-    return ToolCall(raw, name.strip(), arguments)
+    own_id = str(given.get("id"))
+    return ToolCall(raw, name.strip(), arguments, own_id=own_id if OWN_ID.fullmatch(own_id) else "")
 
 
 def _next(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
@@ -210,7 +221,7 @@ class TemplateReader:
             json.dumps(found, allow_nan=False)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return [ToolCall(body, name, error=f"{SHAPE} ({error})")]
-        as_texts = field.content != "json"
+        as_texts: Literal["", "json"] = "" if field.content == "json" else "json"
         return [
             replace(_call_of(body, one, SHAPE), as_texts=as_texts)
             for call in (found if isinstance(found, list) else [found])

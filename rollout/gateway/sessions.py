@@ -15,7 +15,7 @@ from rlcore.data.messages import Message
 from rlcore.deadlines import CANCEL_S
 from rlcore.errors import ConfigError, DataError, ModelError, UserError
 from rollout.conversation.conversation import Conversation
-from rollout.conversation.reply import Reply
+from rollout.conversation.reply import Reply, ToolCall
 from rollout.conversation.reply_parser import as_json
 from rollout.gateway.matching import Matcher, answered
 from rollout.gateway.wire import Answer, ChatRequest, Refused, held_values
@@ -51,6 +51,7 @@ class Session:
     closed: bool = False
     _calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by request body
     _numbers: Iterator[int] = field(default_factory=count)  # numbers of tool calls
+    _own_ids: set[str] = field(default_factory=set)  # of calls with the model's own ids
 
     def __post_init__(self) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,14 +192,22 @@ class Session:
             message["content"] = text or None
             message["tool_calls"] = [
                 {
-                    # unique in the rollout, and nine letters and digits, as Mistral requires
-                    "id": f"call{next(self._numbers):05d}",
+                    "id": self._id_of(call),
                     "type": "function",
                     "function": {"name": call.name, "arguments": as_json(call.arguments)},
                 }
                 for call in calls
             ]
         return message
+
+    def _id_of(self, call: ToolCall) -> str:
+        """An id that is unique in the rollout.
+
+        It is the model's own, or has nine letters and digits, as Mistral's chat template requires.
+        """
+        own = "" if call.own_id in self._own_ids else call.own_id
+        self._own_ids.add(own)
+        return own or f"call{next(self._numbers):05d}"
 
 
 def _first_of(same: list[Call], attempt: int) -> Call | None:

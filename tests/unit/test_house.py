@@ -42,7 +42,7 @@ BUDGETS = {
     "rollout": 1_050,  # the service
     "rollout/accounting": 1_150,  # the ledger
     "rollout/collection": 2_350,  # groups, filters, partial rollouts
-    "rollout/conversation": 1_800,  # turns to samples
+    "rollout/conversation": 1_920,  # turns to samples; calls and thoughts in twelve formats
     # SGLang, embedded, external; contract; adapters, heads, drafts, text models; 200 for states,
     # windows and sinks, 280 for the gated delta rule in SGLang on a CPU
     "rollout/engines": 7_860,

@@ -28,11 +28,15 @@ from rlcore.config.sections.base import (
 
 ToolParser = Literal[
     "auto",
+    "seed_oss",
+    "minimax-m2",
     "qwen3_coder",
     "glm45",
     "hermes",
     "deepseekv3",
     "deepseekv31",
+    "deepseekv32",
+    "kimi_k2",
     "gpt-oss",
     "mistral",
     "llama3",

@@ -91,7 +91,7 @@ def parted(sample: Any) -> tuple[list[int], list[int]]:
 
 
 ASKED_AS_WRITTEN = [
-    name for name in KNOWN if name not in ("deepseek_r1_distill", "nemotron_3_nano")
+    name for name in KNOWN if name not in ("deepseek_r1_distill", "nemotron_3_nano", "minimax_m2")
 ]
 
 

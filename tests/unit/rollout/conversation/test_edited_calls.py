@@ -7,6 +7,7 @@ now, as an independent reader has it.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import Counter
@@ -21,7 +22,19 @@ from rollout.conversation.formats import FORMATS
 from rollout.conversation.reply_parser import ReplyParser
 
 from .kit import make_tokenizer
-from .test_parsers import BEGIN, CALL, END, ENDS, SEP
+from .test_parsers import (
+    BEGIN,
+    CALL,
+    DSML,
+    END,
+    ENDS,
+    KIMI,
+    KIMI_ARGUMENTS,
+    KIMI_END,
+    SECTION,
+    SECTION_END,
+    SEP,
+)
 
 # Optional arguments have defaults, with which a call of fewer arguments would run.
 TOOLS: list[dict[str, Any]] = [
@@ -68,6 +81,24 @@ TURNS: list[tuple[str, dict[str, str], str]] = [
      f"\n```{END}\n{CALL}function{SEP}halt\n```json\n{{}}\n```{END}{ENDS}"),
     ("deepseekv31", JSON,
      f"I look.{BEGIN}{CALL}weather{SEP}{MAP}{END}{CALL}halt{SEP}{{}}{END}{ENDS}"),
+    ("seed_oss", PLAIN | {"of": "['a', 'b']"},
+     "I look.\n<seed:tool_call>\n<function=weather>\n"
+     + tagged("<parameter=", ">", "</parameter>\n")
+     + "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=halt>\n</function>\n"
+     "</seed:tool_call>"),
+    ("minimax-m2", PLAIN,
+     'I look.\n<minimax:tool_call>\n<invoke name="weather">\n'
+     + tagged('<parameter name="', '">', "</parameter>\n")
+     + '</invoke>\n<invoke name="halt">\n</invoke>\n</minimax:tool_call>'),
+    ("deepseekv32", PLAIN,
+     f'I look.\n\n<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'
+     f'<{DSML}parameter name="city" string="true">@city@</{DSML}parameter>\n'
+     f'<{DSML}parameter name="days" string="false">@days@</{DSML}parameter>\n'
+     f'<{DSML}parameter name="of" string="false">@of@</{DSML}parameter>\n</{DSML}invoke>\n'
+     f'<{DSML}invoke name="halt">\n</{DSML}invoke>\n</{DSML}function_calls>'),
+    ("kimi_k2", JSON,
+     f"I look.{SECTION}{KIMI}functions.weather:0{KIMI_ARGUMENTS}{MAP}{KIMI_END}"
+     f"{KIMI}functions.halt:1{KIMI_ARGUMENTS}{{}}{KIMI_END}{SECTION_END}"),
     ("gpt-oss", JSON,
      "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>"
      f"commentary to=functions.weather <|constrain|>json<|message|>{MAP}"
@@ -115,7 +146,12 @@ def value_of(name: str, key: str, text: str, *, as_json: bool) -> Any:
         return found[1]
     if key == "days" and not re.fullmatch(r"\s*-?(0|[1-9]\d*)(\.0+)?([eE]\d+)?\s*", text):
         raise ValueError(text)
-    return json.loads(text)
+    if name != "seed_oss":
+        return json.loads(text)
+    try:
+        return ast.literal_eval(text)
+    except SyntaxError as error:
+        raise ValueError(text) from error
 
 
 def runnable(name: str, text: str) -> list[tuple[str, Any]]:
@@ -138,7 +174,7 @@ def test_no_edit_of_a_call_becomes_another_call(
     as_json = '"city": ' in text
     calls = runnable(name, text)
     assert [call[0] for call in calls] == ["weather", "halt"]
-    assert as_json is (name not in ("qwen3_coder", "glm45") and "call(" not in text)
+    assert as_json is (name not in TAGS or (name == "llama3" and "call(" not in text))
     (_, arguments), halt = calls
     starts = {key: len(whole(values, turn.partition(f"@{key}@")[0])) for key in values}
     places = [(start, start + len(values[key]), key) for key, start in starts.items()]
@@ -176,7 +212,12 @@ PARTS = [
     "analysis", "commentary", "final", " to=functions.weather", " to=halt", "<|message|>",
     "<|start|>assistant", "<|constrain|>", "json", "<|end|>", "<|call|>", "[TOOL_CALLS]", "[ARGS]",
     "[CALL_ID]", "[THINK]", "[/THINK]", "[", "]", "<|python_tag|>", "weather.call(", "halt.call(",
-    'days="3"', "{}", '{"city": "y"}', ",", "NaN",
+    SECTION, KIMI, KIMI_ARGUMENTS, KIMI_END, SECTION_END, "functions.weather:0", "halt:1",
+    "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>",
+    '<invoke name="weather">', '<invoke name="halt">', '<parameter name="days">', "</invoke>",
+    f"<{DSML}function_calls>", f"</{DSML}function_calls>", f'<{DSML}invoke name="weather">',
+    f'<{DSML}invoke name="halt">', f'<{DSML}parameter name="days" string="false">',
+    f"</{DSML}parameter>", f"</{DSML}invoke>", 'days="3"', "{}", '{"city": "y"}', ",", "NaN",
 ]  # fmt: skip
 # What stands around the arguments of a call that is whole, the name left open.
 AROUND: dict[str, list[tuple[str, str]]] = {
@@ -185,6 +226,15 @@ AROUND: dict[str, list[tuple[str, str]]] = {
     "hermes": [("<tool_call>", r"\s*(</tool_call>|\Z)")],
     "deepseekv3": [(rf"{CALL}\s*function{SEP}%s\n```json\n", rf"\s*```\s*{END}")],
     "deepseekv31": [(f"{CALL}%s{SEP}", rf"\s*{END}")],
+    "seed_oss": [(r"<seed:tool_call>\s*<function=%s>", r"\s*</function>\s*</seed:tool_call>")],
+    "minimax-m2": [(r'<invoke name="%s">', r"\s*</invoke>")],
+    "deepseekv32": [(rf'<{DSML}invoke name="%s">', rf"\s*</{DSML}invoke>")],
+    "kimi_k2": [
+        (
+            rf"{re.escape(KIMI)}\s*(?:functions\.)?%s:\d+\s*{re.escape(KIMI_ARGUMENTS)}",
+            rf"\s*{re.escape(KIMI_END)}",
+        )
+    ],
     "gpt-oss": [
         (r" to=(functions\.)?%s[^{]*<\|message\|>", r"\s*(<\|(call|end|return)\|>|\Z)")
     ],
@@ -195,6 +245,10 @@ AROUND: dict[str, list[tuple[str, str]]] = {
     "llama3": [("", ""), (r"<\|python_tag\|>\s*%s\.call\(", r"\s*\)")],
 }  # fmt: skip
 TAGS = {
+    "seed_oss": r"\s*<parameter=(\w+)>([^<]*)</parameter>",
+    "minimax-m2": r'\s*<parameter name="(\w+)">([^<]*)</parameter>',
+    "deepseekv32": rf'\s*<{DSML}parameter name="(\w+)" string="\w+">'
+    rf"((?:[^<]|<(?!/?{DSML}))*)</{DSML}parameter>",
     "qwen3_coder": r"\s*<parameter=(\w+)>\n?([^<]*?)\n?</parameter>",
     "glm45": r"\s*<arg_key>\s*(\w+)\s*</arg_key>\s*<arg_value>([^<]*)</arg_value>",
     "llama3": r"\s*(\w+)\s*=\s*\"([^\"]*)\"\s*,?",
@@ -220,7 +274,8 @@ def readings(
         found = {}
         while argument := re.match(TAGS[name], text[at:]):
             as_text = argument[1] == "city"
-            found[argument[1]] = argument[2] if as_text else json.loads(argument[2])
+            read = ast.literal_eval if name == "seed_oss" else json.loads
+            found[argument[1]] = argument[2] if as_text else read(argument[2])
             at += argument.end()
             yield at, dict(found)
         if not found:

@@ -48,6 +48,19 @@ TEMPLATES: dict[str, tuple[str, int, bool, bool]] = {
     "llama3_2": ("llama3", 1, False, False),
     "deepseekv3": ("deepseekv3", 2, True, True),
     "gptoss": ("gpt-oss", 1, False, False),
+    "qwen3_6": ("qwen3_coder", 2, True, False),
+    "kimi_k2": ("kimi_k2", 2, True, False),
+    "minimax_m2": ("minimax-m2", 2, True, False),
+    "seed_oss": ("seed_oss", 2, True, False),
+    "deepseek_v31": ("deepseekv31", 2, True, True),
+    "deepseek_v32": ("deepseekv32", 2, True, False),
+    "mistral_7": ("mistral", 2, True, False),
+    "mistral_13": ("mistral", 2, True, False),
+}
+# The ids that a model writes, where chat templates write them again.
+OWN_IDS = {
+    "kimi_k2": ("functions.weather:3", "functions.weather:4"),
+    "mistral": ("aB3dE5gH7", "123456789"),
 }
 
 
@@ -68,9 +81,11 @@ def test_the_calls_that_a_public_template_writes_are_read(name: str) -> None:
     """The text of the rendered turn, up to its stop token, gives the calls that were rendered."""
     format_name, count, beside, as_text = TEMPLATES[name]
     arguments: Any = json.dumps(ARGUMENTS) if as_text else ARGUMENTS
-    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    ids = OWN_IDS.get(format_name, ("call00000", "call00001"))[:count]
+    function = {"name": "weather", "arguments": arguments}
     said = "I look." if beside else ""
-    turn = {"role": "assistant", "content": said, "tool_calls": [call] * count}
+    turn: dict[str, Any] = {"role": "assistant", "content": said}
+    turn["tool_calls"] = [{"id": own, "type": "function", "function": function} for own in ids]
     whole = render(name, turn)
     asked = render(name, head=True)
     opened = whole.startswith(asked)  # else the head says: think first, and this turn has not
@@ -79,16 +94,21 @@ def test_the_calls_that_a_public_template_writes_are_read(name: str) -> None:
     head = asked.removeprefix(render(name)) if opened else ""
     parser = ReplyParser(make_tokenizer(template_text(name)), head=head)
     assert parser.format == format_name
-    reply = parser("", text[:stop].removeprefix("<｜Assistant｜>"), TOOLS)
+    text = text[:stop].removeprefix("<｜Assistant｜>").removeprefix("<|im_start|>assistant\n")
+    reply = parser("", text.removeprefix("]~b]ai\n"), TOOLS)
     assert [(c.name, c.arguments, c.error) for c in reply.calls] == [
         ("weather", ARGUMENTS, "")
     ] * count
-    assert reply.text.removeprefix("<|im_start|>assistant\n").strip() == said
-    assert len(reply.message["tool_calls"]) == count
+    assert reply.text == said
+    # What was read is written again as it was.
+    again = json.loads(json.dumps(reply.message))
+    for call in again["tool_calls"] if as_text else []:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    assert render(name, again) == whole
 
 
 def stops_of(name: str) -> list[str]:
-    return ["<｜end▁of▁sentence｜>"] if name == "deepseekv3" else KNOWN[name][0].split()
+    return KNOWN[name][0].split() if name in KNOWN else ["<｜end▁of▁sentence｜>"]
 
 
 JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
@@ -98,6 +118,13 @@ BEGIN, CALL, SEP, END, ENDS = (
         "tool▁calls▁begin", "tool▁call▁begin", "tool▁sep", "tool▁call▁end", "tool▁calls▁end",
     )
 )  # fmt: skip
+SECTION, KIMI, KIMI_ARGUMENTS, KIMI_END, SECTION_END = (
+    f"<|tool_{x}|>"
+    for x in (
+        "calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end",
+    )
+)  # fmt: skip
+DSML = "｜DSML｜"
 # As the models write them, where no template of theirs is at hand or it writes one of two ways.
 WRITTEN: list[tuple[str, str, int, str, str]] = [
     ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {JSON}}}]', 1, "", ""),
@@ -116,6 +143,14 @@ WRITTEN: list[tuple[str, str, int, str, str]] = [
     ),
     ("deepseekv31", f"hm</think>Well.{BEGIN}{CALL}weather{SEP}{JSON}{END}{ENDS}", 1, "Well.", "hm"),
     ("deepseekv31", f"{BEGIN}" + f"{CALL}weather{SEP}{JSON}{END}" * 2 + ENDS, 2, "", ""),
+    (
+        "kimi_k2",
+        f"hm</think>Well.{SECTION}"
+        + "".join(f"{KIMI}functions.weather:{i}{KIMI_ARGUMENTS}{JSON}{KIMI_END}" for i in (7, 8))
+        + SECTION_END,
+        2, "Well.", "hm",
+    ),
+    ("kimi_k2", f"{KIMI}weather:0{KIMI_ARGUMENTS} {JSON} {KIMI_END}", 1, "", ""),
     (
         "gpt-oss",
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
@@ -187,6 +222,7 @@ def test_a_tool_of_the_model_s_own_is_called_as_in_python() -> None:
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"ci'),
         ("deepseekv3", f'{BEGIN}{CALL}function{SEP}weather\n```json\n{{"ci'),
         ("deepseekv31", f'{BEGIN}{CALL}weather{SEP}{{"ci'),
+        ("kimi_k2", f'{SECTION}{KIMI}functions.weather:0{KIMI_ARGUMENTS}{{"ci'),
         ("gpt-oss", '<|channel|>commentary to=functions.weather<|message|>{"ci'),
         ("llama3", '{"name": "weather", "parameters": {"ci'),
     ],
@@ -207,6 +243,21 @@ CALLS = [
     ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
     ("deepseekv3", f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": %s}}\n```{END}{ENDS}'),
     ("deepseekv31", f'{BEGIN}{CALL}f{SEP}{{"a": %s}}{END}{ENDS}'),
+    ("kimi_k2", f'{SECTION}{KIMI}functions.f:0{KIMI_ARGUMENTS}{{"a": %s}}{KIMI_END}{SECTION_END}'),
+    (
+        "seed_oss",
+        "<seed:tool_call><function=f><parameter=a>%s</parameter></function></seed:tool_call>",
+    ),
+    (
+        "minimax-m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">%s</parameter>'
+        "</invoke></minimax:tool_call>",
+    ),
+    (
+        "deepseekv32",
+        f'<{DSML}function_calls><{DSML}invoke name="f"><{DSML}parameter name="a"'
+        f' string="false">%s</{DSML}parameter></{DSML}invoke></{DSML}function_calls>',
+    ),
     ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": %s}'),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": %s}}]'),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": %s}'),
@@ -297,6 +348,27 @@ ODD: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("mistral", '[TOOL_CALLS]f[ARGS]{}"a": "1"}', []),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "1"}}]\nmore', [{"a": "1"}]),
     ("mistral", '[TOOL_CALLS]f{"a": "1"}[TOOL_CALLS]f{"b": "2"}', [{"a": "1"}, {"b": "2"}]),
+    (
+        "minimax-m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></invoke>\n'
+        '<invoke name="f"><parameter name="b">y</parameter></invoke></minimax:tool_call>',
+        [{"a": "x"}, {"b": "y"}],
+    ),
+    ("minimax-m2", 'As in <invoke name="f"></invoke> above.', []),
+    ("minimax-m2", '<minimax:tool_call><invoke name="f">so</invoke></minimax:tool_call>', []),
+    (
+        "deepseekv32",
+        f'<{DSML}invoke name="f"><{DSML}parameter name="a" string="true">5</{DSML}parameter>'
+        f"</{DSML}invoke>",
+        [{"a": "5"}],
+    ),
+    (
+        "deepseekv32",
+        f'<{DSML}invoke name="f"><{DSML}parameter name="a">5</{DSML}parameter></{DSML}invoke>',
+        [],
+    ),
+    ("kimi_k2", f"{SECTION}{KIMI}0{KIMI_ARGUMENTS}{{}}{KIMI_END}", []),
+    ("kimi_k2", f"{SECTION}{KIMI}functions.f:0{KIMI_ARGUMENTS}{{}}", []),
     ("llama3", '<|python_tag|>f.call(a=5)', []),
     ("llama3", '<|python_tag|>f.call("5")', []),
     ("llama3", '<|python_tag|>f.call(a="5", a="6")', []),
@@ -315,8 +387,54 @@ def test_only_what_is_understood_whole_runs(
     properties = {"a": {"type": "string"}, "b": {"type": "string"}}
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
     calls = ReplyParser(make_tokenizer(), name)("", text, tools).calls
-    assert [None if call.error else call.arguments for call in calls] == (expected or [None])
+    # The text of the model is none of a call.
+    none: list[None] = [] if text.startswith("As in") else [None]
+    assert [None if call.error else call.arguments for call in calls] == (expected or none)
     assert all(call.error or call.arguments is not None for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[1, 'two', None, True]", [1, "two", None, True]),
+        ('{"k": [0.5]}', {"k": [0.5]}),
+        ("{'k': 1, 'k': 2}", None),
+        ("[1e999]", None),
+        ("[1", None),
+        ("{1, 2}", None),
+        ("__import__('os')", None),
+    ],
+)
+def test_seed_writes_values_as_python_does(text: str, value: Any) -> None:
+    """What is no literal that JSON can say stays a text, which the schema refuses."""
+    properties = {"a": {"type": ["array", "object"]}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    turn = (
+        f"<seed:tool_call><function=f><parameter=a>{text}</parameter></function></seed:tool_call>"
+    )
+    (call,) = ReplyParser(make_tokenizer(), "seed_oss")("", turn, tools).calls
+    assert (call.error == "") is (value is not None)
+    assert call.arguments == {"a": text if value is None else value}
+
+
+def test_the_ids_of_a_turn_are_the_model_s_own_where_its_template_takes_them() -> None:
+    def ids(name: str, text: str) -> list[str]:
+        reply = ReplyParser(make_tokenizer(), name)("", text, TOOLS)
+        assert [call["id"] for call in reply.message["tool_calls"]] == [c.id for c in reply.calls]
+        return [call.id for call in reply.calls]
+
+    call = '{"name": "weather", "arguments": {"city": "x"}%s}'
+    assert ids(
+        "kimi_k2", f'{KIMI}functions.weather:12{KIMI_ARGUMENTS}{{"city": "x"}}{KIMI_END}'
+    ) == ["functions.weather:12"]
+    own = call % ', "id": "abc123DEF"'
+    short = call % ', "id": "1"'
+    assert ids("mistral", f"[TOOL_CALLS][{own}, {short}, {call % ''}]") == [
+        *("abc123DEF", "call00001", "call00002")
+    ]
+    assert ids("mistral", '[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{"city": "x"}') == [
+        "abc123def"
+    ]
 
 
 @pytest.mark.parametrize(

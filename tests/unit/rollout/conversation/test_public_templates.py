@@ -1,6 +1,7 @@
 """The suffix rule against full rendering, for chat templates that models were published with.
 
-They are read from the package `trl`, which holds them as they are; it is not imported.
+They are read from the package `trl`, which holds them as they are; it is not imported. Those that
+it lacks are in family_templates.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.messages import Message
-from rlcore.errors import ConfigError
+from rlcore.data.tokenizer import render_chat
+from rlcore.errors import ConfigError, DataError
 from rollout.conversation.chat_template import ChatTemplate
 
+from .family_templates import WRITTEN_HERE
 from .kit import ScriptedModel, converse, ids, make_context, make_prompt, make_tokenizer
 
 TOOLS = [
@@ -44,6 +47,7 @@ KNOWN: dict[str, tuple[str, bool | None, bool]] = {
     "qwen3_instruct_2507": (IM_END, True, True),
     "qwen3_5_think": (IM_END, True, False),
     "qwen3_5_nothink": (IM_END, True, False),
+    "qwen3_6": (IM_END, True, False),
     "llama3": ("<|eot_id|>", None, True),
     "llama3_1": ("<|eot_id|>", True, True),
     "llama3_2": ("<|eot_id|>", True, True),
@@ -55,10 +59,18 @@ KNOWN: dict[str, tuple[str, bool | None, bool]] = {
     "phi3_5": ("<|end|>", None, True),
     "lfm2_v2": (IM_END, True, True),
     "cohere": ("<|END_OF_TURN_TOKEN|>", None, True),
+    "kimi_k2": (IM_END, True, True),
+    "minimax_m2": ("[e~[", True, False),
+    "seed_oss": ("<seed:eos>", True, True),
+    "deepseek_v32": ("<｜end▁of▁sentence｜>", True, True),
+    "mistral_7": ("</s>", True, True),
+    "mistral_13": ("</s>", True, True),
 }
 
 
 def template_text(name: str) -> str:
+    if name in WRITTEN_HERE:
+        return WRITTEN_HERE[name]
     spec = find_spec("trl")
     assert spec is not None, "trl is a package of the extra dev"
     folder = Path(str(spec.origin)).parent / "chat_templates"
@@ -119,6 +131,21 @@ def test_where_the_past_would_change_the_user_must_choose(name: str) -> None:
     assert samples("branch", "<think>hm</think>answer") == 2
     # where nothing of it is dropped, the branch goes on
     assert samples("branch", "answer") == (1 if name == "qwen3" else 2)
+
+
+def test_a_template_that_names_calls_by_their_ids_shows_those_of_its_form_alone() -> None:
+    def rendered(own: str) -> str:
+        call = {"id": own, "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [*asked("go"), turn, *results("5")]
+        return render_chat(
+            tokenizer_of("kimi_k2"), messages, "row 1", add_generation_prompt=True, tools=TOOLS
+        )
+
+    for own in ("functions.f:0", "f:12"):
+        assert f'<|tool_call_begin|>{own}<|tool_call_argument_begin|>{{"x": "y"}}' in rendered(own)
+    with pytest.raises(DataError, match="leaves out calls"):
+        rendered("call00000")
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])

@@ -111,6 +111,20 @@ def test_a_number_beyond_64_bits_reaches_the_program_and_comes_back() -> None:
     assert f'"a": {big}' in model.tokenizer.decode(model.requests[2].prompt.tolist())
 
 
+def test_a_call_has_the_model_s_own_id_unless_another_has_it() -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        first = (await turn(endpoint, task.messages))["message"]
+        assert first["tool_calls"][0]["id"] == "abc123DEF"
+        messages = [*task.messages, first, result(first)]
+        second = (await turn(endpoint, messages))["message"]
+        assert second["tool_calls"][0]["id"] == "call00000"
+        await post(endpoint, body([*messages, second, result(second)]))
+
+    own = CALL.replace('{"name"', '{"id": "abc123DEF", "name"')
+    samples, model = play(run, by_turn(own, own, "3"))
+    assert trained(samples, model) == [f"{own}{STOP}|{own}{STOP}|3{STOP}"]
+
+
 def test_an_agent_may_begin_with_messages_and_tools_of_its_own() -> None:
     async def run(task: Any, endpoint: Any) -> None:
         assert (task.row, task.tools) == ({"label": "3", "level": 7}, [])
