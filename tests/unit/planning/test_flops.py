@@ -27,6 +27,19 @@ TINY = ModelShape(layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, voca
 TINY_LAYERS = 2 * (8 * (12 + 6 + 6) + 12 * 8 + 3 * 8 * 5)
 
 
+def test_kimi_k2_5_has_another_epsilon_and_ramp_than_kimi_k2() -> None:
+    """As Moonshot's configurations of the two say; all else of the text models is the same."""
+    older, newer = (
+        read_architecture(EXAMPLES / name, weights=False) for name in ("Kimi-K2", "Kimi-K2.5")
+    )
+    assert older.transformer | {"layernorm_epsilon": 1e-5} == newer.transformer
+    assert older.transformer["layernorm_epsilon"] == 1e-6
+    ropes = {(before, after) for before, after in zip(older.ropes, newer.ropes)}
+    ((before, after),) = ropes
+    assert before is not None
+    assert (before.beta_fast, replace(before, beta_fast=32.0)) == (1.0, after)
+
+
 def test_the_example_models_have_the_published_number_of_weights() -> None:
     shapes = {
         name: read_architecture(EXAMPLES / name, weights=False).shape
