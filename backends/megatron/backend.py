@@ -40,7 +40,7 @@ with importing_megatron():
         layers_of,
     )
     from backends.megatron.model.moe import forget_tokens, mean_losses
-    from backends.megatron.model.recurrent.delta_rule import chosen_kernels
+    from backends.megatron.model.recurrent.kernels import chosen_kernels
     from backends.megatron.parallel.state import (
         connect_groups,
         destroy_parallel,

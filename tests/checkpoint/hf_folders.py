@@ -40,6 +40,11 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 6, "linear_value_head_dim": 10,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": None, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 10,
+    "n_groups": 4, "ssm_state_size": 6, "n_routed_experts": 4, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}  # fmt: skip
 # name -> (config class, further keys, dtype)
 MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}, torch.float32),
@@ -120,6 +125,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         "Qwen3_5MoeConfig",
         {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40, "vision_config": VISION},
         torch.bfloat16,
+    ),
+    # A layer is one block.
+    "nemotron_h": (
+        "NemotronHConfig",
+        {**MAMBA, "layers_block_type": ["mamba", "moe", "attention", "mamba"]},
+        torch.bfloat16,
+    ),
+    "nemotron_h_dense": (
+        "NemotronHConfig",
+        {**MAMBA, "layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+        torch.float32,
     ),
 }  # fmt: skip
 

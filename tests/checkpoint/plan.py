@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"policy": "llama_tied", "dtype": "bf16", "distributed": False},
     "bf16_distributed": {"policy": "qwen3_tied", "dtype": "bf16", "distributed": True},
     "gated_delta": {"policy": "qwen3_5", "dtype": "fp32", "distributed": True},
+    "mamba": {"policy": "nemotron_h_dense", "dtype": "fp32", "distributed": True},
     # The policy is saved before its first step.
     "critic_warmup": {"policy": "qwen3", "dtype": "fp32", "distributed": False,
                       "critic_warmup": True},

@@ -77,6 +77,13 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 6, "linear_value_head_dim": 10, "rms_norm_eps": 1e-2,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": None, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 10,
+    "n_groups": 4, "ssm_state_size": 6, "layer_norm_epsilon": 1e-2,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
@@ -149,6 +156,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for tied in (False, True)
     },
+    "nemotron_h": ("NemotronHConfig", {**MAMBA, "layers_block_type": [
+        "linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe",
+        "linear_attention", "full_attention"]}),
+    "nemotron_h_dense": ("NemotronHConfig", {**MAMBA, "layers_block_type": [
+        "linear_attention", "mlp", "full_attention", "mlp"]}),
 }  # fmt: skip
 
 
@@ -218,7 +230,7 @@ def _per_sequence(model: Any, head: Any) -> list[Tensor]:
 
 
 # A few numbers, each the sum over all tokens of terms that cancel.
-DECAYS = ("linear_attn.A_log", "linear_attn.dt_bias")
+DECAYS = (".A_log", ".dt_bias")
 
 
 def far(
@@ -327,6 +339,8 @@ def _load(folder: Path) -> Any:
     # transformers reads the language model of a larger one under its own names.
     inside = "text_config" in json.loads((folder / "config.json").read_text())
     model.prefix_on_disk = "model.language_model." if inside else "model."
+    if model.config.model_type == "nemotron_h":
+        model.prefix_on_disk = "backbone."
     return model
 
 
@@ -336,8 +350,27 @@ def _in_double(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     Other tests of the process get transformers'.
     """
     code = sys.modules[type(forward.__self__).__module__]  # type: ignore[attr-defined]
-    with replaced(code, "torch_chunk_gated_delta_rule", _delta_rule):
+    name, own = "torch_chunk_gated_delta_rule", _delta_rule
+    if hasattr(code, "mamba2_chunk_scan"):
+        name, own = "mamba2_chunk_scan", _state_space
+    with replaced(code, name, own):
         return forward(*args, **options)
+
+
+def _state_space(
+    value: Tensor, step: Tensor, decay: Tensor, key: Tensor, query: Tensor, **options: Any
+) -> Tensor:
+    """Mamba-2 of one sequence by its definition, token by token."""
+    step = torch.nn.functional.softplus(step + options["dt_bias"]).clamp(*options["dt_limit"])
+    shared = value.size(2) // key.size(2)
+    query, key = (x[0].repeat_interleave(shared, 1) for x in (query, key))
+    state = value.new_zeros(value.size(2), key.size(2), value.size(3))
+    outputs = []
+    for q, k, v, dt in zip(query, key, value[0], step[0]):
+        state = state * (dt * decay).exp()[:, None, None]
+        state = state + torch.einsum("h,hk,hv->hkv", dt, k, v)
+        outputs.append(torch.einsum("hkv,hk->hv", state, q) + options["D"][:, None] * v)
+    return torch.stack(outputs)[None]
 
 
 def _delta_rule(
@@ -447,4 +480,6 @@ def _as_on_disk(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Te
     prefix, kind = name.rsplit(".", 1)
     for expert, one in enumerate(tensor):
         parts = {down: one} if kind == "down_proj" else dict(zip((gate, up), one.chunk(2)))
+        if kind == "up_proj":
+            parts = {up: one}
         yield from ((f"{prefix}.{expert}.{part}.weight", value) for part, value in parts.items())

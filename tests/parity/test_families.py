@@ -31,13 +31,13 @@ CARRIED = {"mimo": "model.mtp_layers.0.input_proj.weight", "kimi_k25": "vision_t
            "mistral3": "multi_modal_projector.norm.weight"}  # fmt: skip
 DENSE = (
     "gemma3_text", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
-    "ministral3", "mistral3", "seed_oss", "smollm3", "qwen3_5_tied",
+    "ministral3", "mistral3", "seed_oss", "smollm3", "qwen3_5_tied", "nemotron_h_dense",
 )  # fmt: skip
 LATENT = (
     "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "kimi_k2",
     "kimi_k25",
 )  # fmt: skip
-MIXED = ("qwen3_next", "qwen3_5_moe")
+MIXED = ("qwen3_next", "qwen3_5_moe", "nemotron_h")
 EXPERTS = (
     *MIXED, "qwen2_moe", "qwen3_moe", "mixtral", *LATENT, "glm4_moe", "minimax_m2", "gpt_oss"
 )  # fmt: skip
@@ -51,6 +51,7 @@ FULL = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+RECOMPUTED = {**CORE, "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"]}
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2},
@@ -73,6 +74,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("losses", LATENT[0], megatron=LOSSES),
         *(case(f"{model}-full", model, "one", megatron=FULL) for model in MIXED),
         *(case(f"{model}-alone", model, "alone") for model in MIXED),
+        case("nemotron_h-core", "nemotron_h", "one", megatron=RECOMPUTED),
     ],
     2: [
         *(
@@ -91,7 +93,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
     # of experts without latent attention: test_covering.py
     4: [
         case(f"{LATENT[0]}-tp2_sp_cp2", LATENT[0], parallel={**SP2, **CP2}),
-        case(f"{MIXED[0]}-tp2_sp_cp2", MIXED[0], parallel={**SP2, **CP2}),
+        *(
+            case(f"{model}-tp2_sp_cp2", model, parallel={**SP2, **CP2})
+            for model in ("qwen3_next", "nemotron_h")
+        ),
         case(f"{LATENT[0]}-tp2_sp_pp2", LATENT[0], parallel={**SP2, "pipeline": 2}),
         case(f"{LATENT[0]}-ep2_pp2", LATENT[0], "starved", parallel={"expert": 2, "pipeline": 2}),
         case(f"{LATENT[0]}-tp2_sp_ep2", LATENT[0], "starved", parallel={**SP2, "expert": 2}),
@@ -101,6 +106,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 # --full.
 EVERY_RUN = (
     *LATENT, "qwen3_5_tied", *MIXED, "qwen3_next-full", "qwen3_5_tied-pp2", "qwen3_5_mqa-tp2",
+    "nemotron_h_dense", "nemotron_h_dense-tp2_sp", "nemotron_h-cp2_ep2", "nemotron_h-pp2",
     "qwen3_next-cp2", "qwen3_5_moe-ep2_tp2_sp_etp1", "mimo", "glm4_moe", "qwen2_moe", "mixtral",
     "minimax_m2", "gpt_oss", "gemma3_text", "other_reference", "losses", "mistral",
     "ministral3", "mistral3", "seed_oss", "smollm3", "smollm3-pp2", "mistral3-tp2_sp",

@@ -36,8 +36,10 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         sizes.append(("kv_lora_rank + qk_rope_head_dim", low_rank))
         sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
     if any(arch.recurrent_layers):
-        _check_key_heads(model["linear_num_key_heads"], parallel)
-        sizes.append(("key heads of the gated delta rule", model["linear_num_key_heads"]))
+        assert arch.table.recurrence is not None
+        what = arch.table.recurrence.divided
+        _check_key_heads(what, model["linear_num_key_heads"], parallel)
+        sizes.append((what, model["linear_num_key_heads"]))
     for what, size in sizes:
         if size % tp:
             nearest = _nearest_tensor(arch, tp, sizes)
@@ -58,15 +60,15 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
     _check_experts(arch, parallel, world_size)
 
 
-def _check_key_heads(heads: int, parallel: ParallelConfig) -> None:
-    """Refuse ranks that would have no equal shares of the key heads of a gated delta rule."""
+def _check_key_heads(what: str, heads: int, parallel: ParallelConfig) -> None:
+    """Refuse ranks that would have no equal shares of a recurrent layer's key heads."""
     tp = parallel.tensor
     cp = parallel.context
     if heads % tp == 0 and heads % (tp * cp):
         raise ConfigError(
             f"policy.parallel: tensor {tp} x context {cp} = {tp * cp} does not divide the"
-            f" {heads} key heads of the model's gated delta rule, which context-parallel ranks"
-            f" share; set context to {_nearest_divisor(cp, heads // tp)}"
+            f" model's {heads} {what}, which context-parallel ranks share; set context to"
+            f" {_nearest_divisor(cp, heads // tp)}"
         )
 
 

@@ -100,7 +100,7 @@ def _check_parts(arch: Architecture, config: LoraConfig) -> None:
 def _attention(arch: Architecture) -> Iterator[str]:
     """The matrices of attention that can have adapters."""
     for entry in linear_entries(arch):
-        yield from (name for name in entry.names if ".self_attn." in name)
+        yield from (name for name in entry.names if ".self_attention." in entry.megatron)
 
 
 def target_name(tensor: str) -> str:

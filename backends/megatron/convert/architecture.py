@@ -45,6 +45,9 @@ class Architecture:
     transformer: dict[str, Any]
     # Of each layer, the number of keys up to its own that a query sees (None: all); empty: all.
     windows: tuple[int | None, ...] = ()
+    # Of each layer, its only block: a word of `Entry.layers`; empty: a layer has attention, or a
+    # state, and a feed-forward net or experts.
+    blocks: tuple[str, ...] = ()
     # The longest sequence for which our attention is the model's; None: any.
     max_tokens: int | None = None
     # "value": a `*ForSequenceClassification` folder with one label.
@@ -79,7 +82,9 @@ class Architecture:
         if self.latent_attention:
             return "latent attention"
         if any(self.recurrent_layers):
-            return "the gated delta rule"
+            return "a layer with a state"
+        if self.blocks:
+            return "a layer of one block"
         if self.table.norm_over_heads:
             return "a norm over all heads of queries or keys"
         if self.table.sinks:
@@ -120,8 +125,8 @@ class Architecture:
         """The sizes by which the tables give shapes.
 
         `query` and `key` are the rows of the projections, with output gates, `attended` is the
-        width of all heads' values; `q_low` to `kv_up` belong to latent attention, `delta_*` to
-        gated delta rules.
+        width of all heads' values; `q_low` to `kv_up` belong to latent attention, those of
+        `_state_sizes` to recurrent layers.
         """
         t = self.transformer
         heads = t["num_attention_heads"]
@@ -150,12 +155,14 @@ class Architecture:
                 "kv_up": heads * (t["qk_head_dim"] + t["v_head_dim"]),
             }
         if any(self.recurrent_layers):
-            sizes |= _delta_sizes(t)
+            sizes |= _state_sizes(t)
         return sizes
 
     @property
     def layer_kinds(self) -> list[tuple[str, ...]]:
         """For each layer, the words by which the table chooses its entries."""
+        if self.blocks:
+            return [(block,) for block in self.blocks]
         return [
             ("moe" if has else "dense", LINEAR_ATTENTION if recurrent else FULL_ATTENTION)
             for has, recurrent in zip(self.moe_layers, self.recurrent_layers)
@@ -177,7 +184,7 @@ class Architecture:
 
     def computes_like(self, other: Architecture) -> bool:
         """Whether the other model's modules with this model's weights compute the same."""
-        computed = ("family", "transformer", "tie_word_embeddings", "ropes", "windows")
+        computed = ("family", "transformer", "tie_word_embeddings", "ropes", "windows", "blocks")
         return all(getattr(self, name) == getattr(other, name) for name in computed)
 
     def entries(self) -> list[Entry]:
@@ -186,19 +193,19 @@ class Architecture:
         return [entry for entry in expanded if entry.is_in(self.transformer)]
 
 
-def _delta_sizes(fields: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a gated delta rule."""
+def _state_sizes(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a recurrent layer; `delta_*` are those of a gated delta rule."""
     heads = fields["linear_num_value_heads"]
     key_heads = fields["linear_num_key_heads"]
     keys = key_heads * fields["linear_key_head_dim"]
     values = heads * fields["linear_value_head_dim"]
     return {
-        "delta_key": fields["linear_key_head_dim"],
-        "delta_keys": keys,
-        "delta_value": fields["linear_value_head_dim"],
-        "delta_values": values,
-        "delta_heads": heads,
-        "delta_window": fields["linear_conv_kernel_dim"],
+        "state_key": fields["linear_key_head_dim"],
+        "state_keys": keys,
+        "state_value": fields["linear_value_head_dim"],
+        "state_values": values,
+        "state_heads": heads,
+        "conv_width": fields["linear_conv_kernel_dim"],
         # Of queries, keys, values and output gates together; of rates and decays.
         "delta_qkvz": 2 * (keys + values),
         "delta_ba": 2 * heads,

@@ -309,6 +309,48 @@ QWEN3_5_MOE: Mapping[str, Field] = {
     "shared_expert_intermediate_size": _SIZE,
 }
 
+NEMOTRON_H: Mapping[str, Field] = {
+    **{key: _COMMON[key] for key in (
+        "architectures", "problem_type", "num_labels", "id2label", "vocab_size", "hidden_size",
+        "num_attention_heads", "max_position_embeddings", "attention_bias", "mlp_bias",
+        "sliding_window", "per_layer_config", "quantization_config", "compression_config",
+    )},
+    # transformers does not tie embeddings of this family, whatever the field says.
+    "tie_word_embeddings": _OFF,
+    # The type of each layer, in one of two spellings: a list, or a letter for each.
+    "layers_block_type": Field("texts", None, nullable=True),
+    "hybrid_override_pattern": Field("text", None),
+    # transformers' other name of the list.
+    "layer_types": Field("texts", None, only=None),
+    # transformers ignores it and counts the layers' types.
+    "num_hidden_layers": Field("size", None, nullable=True),
+    "intermediate_size": Field("size", 21504),
+    "num_key_value_heads": Field("size", 8),
+    "head_dim": Field("size", 128),
+    "layer_norm_epsilon": Field("float", 1e-5),
+    "mlp_hidden_act": Field("text", "relu2", only="relu2"),
+    "mamba_hidden_act": Field("text", "silu", only="silu"),
+    "use_bias": _OFF,
+    "mamba_proj_bias": _OFF,
+    "use_conv_bias": Field("flag", True, only=True),
+    "mamba_num_heads": Field("size", 128),
+    "mamba_head_dim": Field("size", 64),
+    "n_groups": Field("size", 8),
+    "ssm_state_size": Field("size", 128),
+    "conv_kernel": Field("size", 4),
+    "time_step_min": Field("float", 1e-3, only=1e-3),
+    "n_routed_experts": Field("size", 8),
+    "num_local_experts": _COUNT_OF_EXPERTS,
+    "num_experts_per_tok": Field("size", 2),
+    "moe_intermediate_size": Field("size", 7688),
+    "moe_shared_expert_intermediate_size": Field("size", 7688),
+    "moe_latent_size": Field("size", None, nullable=True, only=None),
+    "n_group": Field("size", 1),
+    "topk_group": Field("size", 1),
+    "norm_topk_prob": Field("flag", True),
+    "routed_scaling_factor": Field("number", 1.0),
+}  # fmt: skip
+
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.
 _ROPE = {"rope_type": Field("text", "default"), "rope_theta": Field("number", 10000.0)}
 _SCALED = {**_ROPE, "factor": Field("number")}

@@ -16,6 +16,7 @@ from backends.megatron.convert.rows import (
     DENSE,
     EXPERTS,
     LATENT_ATTENTION,
+    NEMOTRON_H_ROWS,
     QK_NORM,
     QKV_BIAS,
     QWEN3_5_DELTA,
@@ -29,7 +30,14 @@ from backends.megatron.convert.rows import (
     stacked,
     whole,
 )
-from backends.megatron.convert.table import Experts, Family, PredictionLayer, Split
+from backends.megatron.convert.table import (
+    GATED_DELTA,
+    MAMBA_2,
+    Experts,
+    Family,
+    PredictionLayer,
+    Split,
+)
 from rlcore.hf_config.language import KNOWN_AS, PREFIXES
 
 LLAMA = Family(model_type="llama", class_prefix="Llama", entries=DENSE, fields=config_fields.LLAMA)
@@ -332,7 +340,7 @@ QWEN3_NEXT = Family(
     qk_norm=True,
     experts=QWEN2_MOE.experts,
     carried=("mtp.",),
-    gated_delta=True,
+    recurrence=GATED_DELTA,
 )
 
 # Qwen3.5 and 3.6: the text model, dense and with experts, alone or with a vision tower.
@@ -344,7 +352,7 @@ QWEN3_5_TEXT = Family(
     fields=config_fields.QWEN3_5,
     qk_norm=True,
     carried=("mtp.",),
-    gated_delta=True,
+    recurrence=GATED_DELTA,
 )
 QWEN3_5_MOE_TEXT = Family(
     model_type="qwen3_5_moe_text",
@@ -359,7 +367,7 @@ QWEN3_5_MOE_TEXT = Family(
         shared_width="shared_expert_intermediate_size",
     ),
     carried=("mtp.",),
-    gated_delta=True,
+    recurrence=GATED_DELTA,
 )
 _WITH_VISION: dict[str, Any] = {"carried": ("mtp.", "model.visual."), "within": "text_config"}
 QWEN3_5 = replace(
@@ -376,6 +384,28 @@ QWEN3_5_MOE = replace(
     language_class="Qwen3_5MoeForConditionalGeneration",
     prefix=PREFIXES["qwen3_5_moe"],
     **_WITH_VISION,
+)
+
+# Nemotron-H and Nemotron-3: layers that are one block each: Mamba-2, attention without positions, a
+# feed-forward net without a gate, or experts.
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    class_prefix="NemotronH",
+    entries=NEMOTRON_H_ROWS,
+    fields=config_fields.NEMOTRON_H,
+    prefix=PREFIXES["nemotron_h"],
+    experts=Experts(
+        count=("n_routed_experts", "num_local_experts"),
+        width="moe_intermediate_size",
+        normalized="norm_topk_prob",
+        shared_width="moe_shared_expert_intermediate_size",
+        shared_gate=False,
+        scoring="sigmoid",
+    ),
+    carried=("mtp.",),
+    activation="relu2",
+    recurrence=MAMBA_2,
+    single_blocks=True,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -409,5 +439,6 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_MOE_TEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        NEMOTRON_H,
     )
 }

@@ -55,7 +55,7 @@ def expert_fields(
         fields |= _sigmoid_fields(folder, config, num_experts)
     if experts.shared_width is not None:
         fields["moe_shared_expert_intermediate_size"] = config[experts.shared_width]
-        fields["moe_shared_expert_gate"] = True
+        fields["moe_shared_expert_gate"] = experts.shared_gate
     if experts.shared_count is not None:
         fields["moe_shared_expert_intermediate_size"] = config[experts.shared_count] * width
     return fields
@@ -133,7 +133,46 @@ def latent_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# --- gated delta rules ----------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
+
+# Letters of `hybrid_override_pattern`, and what transformers 4 called the types.
+_BLOCKS = {"M": LINEAR_ATTENTION, "E": "moe", "*": FULL_ATTENTION, "-": "mlp"}
+_OLD_BLOCKS = {"mamba": LINEAR_ATTENTION, "attention": FULL_ATTENTION}
+
+
+def complete_blocks(folder: Path, config: dict[str, Any]) -> None:
+    """Set the types of layers that are one block each, and what follows from them."""
+    pattern = config["hybrid_override_pattern"]
+    kinds = config["layers_block_type"]
+    if kinds is None and pattern is not None:
+        kinds = [_BLOCKS.get(letter, letter) for letter in pattern]
+    kinds = [_OLD_BLOCKS.get(kind, kind) for kind in kinds or ()]
+    if not kinds or not {*kinds} <= {*_BLOCKS.values()}:
+        expected = (
+            f"{', '.join(_BLOCKS.values())} for each layer, or {' '.join(_BLOCKS)} for them in"
+            " hybrid_override_pattern"
+        )
+        raise refusal(folder, "layers_block_type", kinds or None, expected)
+    config["layer_types"] = kinds
+    config["num_hidden_layers"] = len(kinds)
+    config["mlp_layer_types"] = ["sparse" if kind == "moe" else "dense" for kind in kinds]
+
+
+def mamba_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the sizes of Mamba-2, and which layers have it, in the words of linear attention."""
+    heads = config["mamba_num_heads"]
+    groups = config["n_groups"]
+    if heads % groups:
+        raise refusal(folder, "mamba_num_heads", heads, f"a multiple of the {groups} n_groups")
+    return {
+        "mamba_num_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": config["mamba_head_dim"],
+        "linear_num_key_heads": groups,
+        "linear_key_head_dim": config["ssm_state_size"],
+        "linear_conv_kernel_dim": config["conv_kernel"],
+        "linear_attention_freq": [int(kind == LINEAR_ATTENTION) for kind in config["layer_types"]],
+    }
 
 
 def hybrid_layers(config: Mapping[str, Any]) -> list[str]:

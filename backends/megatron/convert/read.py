@@ -17,16 +17,20 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.config_fields import ARCHITECTURES
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import (
+    complete_blocks,
     expert_fields,
     gated_delta_fields,
     hybrid_layers,
     latent_fields,
     latent_scale,
+    mamba_fields,
 )
 from backends.megatron.convert.rope import Rope, read_ropes
 from backends.megatron.convert.table import (
     FULL_ATTENTION,
+    GATED_DELTA,
     LINEAR_ATTENTION,
+    MAMBA_2,
     OUTPUT_LAYER,
     WORD_EMBEDDING,
     Family,
@@ -58,6 +62,8 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     config = check_fields(folder, given, family.fields, inside)
     if config.get("rotary_dim") and "partial_rotary_factor" not in given:
         config["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
+    if family.single_blocks:
+        complete_blocks(folder, config)
     if family.windows:
         _complete_windows(folder, config, family)
     else:
@@ -69,7 +75,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     if "index_topk" in config:
         # Full attention, for sequences that are short enough.
         config["layer_types"] = None
-    if family.gated_delta:
+    if "full_attention_interval" in config:
         config["layer_types"] = hybrid_layers(config)
     classes = whole.get("architectures") or ()
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes)
@@ -77,7 +83,9 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         _check_labels(folder, config)
     fields = _transformer_fields(folder, config, family)
     rotated = fields.get("qk_pos_emb_head_dim", fields["kv_channels"])
-    ropes = read_ropes(folder, given, config, family, rotated)
+    ropes = {}
+    if "rope_theta" in config:
+        ropes = read_ropes(folder, given, config, family, rotated)
     if family.latent_attention:
         fields |= latent_scale(ropes[FULL_ATTENTION])
     arch = Architecture(
@@ -90,6 +98,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         ropes=_layer_ropes(folder, config, ropes),
         transformer=fields,
         windows=_layer_windows(config, family),
+        blocks=_blocks(config) if family.single_blocks else (),
         max_tokens=config.get("index_topk"),
         head="value" if is_classifier else "lm",
         folder=folder,
@@ -156,7 +165,7 @@ def _layer_ropes(
             raise refusal(folder, "no_rope_layers", given, expected)
         rotates = [bool(flag) for flag in given[:layers]]
     return tuple(
-        ropes[kind] if flag and kind != LINEAR_ATTENTION else None
+        ropes.get(kind) if flag and kind != LINEAR_ATTENTION else None
         for kind, flag in zip(kinds, rotates)
     )
 
@@ -194,12 +203,12 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
         "num_attention_heads": heads,
         "num_query_groups": config["num_key_value_heads"] or heads,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(config["rms_norm_eps"]),
+        "layernorm_epsilon": float(config.get("rms_norm_eps") or config["layer_norm_epsilon"]),
         "qk_layernorm": family.qk_norm
         or (config.get("use_qk_norm", False) and not family.norm_over_heads),
         "add_qkv_bias": family.qkv_bias or config["attention_bias"],
         "add_bias_linear": family.sinks,
-        "gated_linear_unit": True,
+        "gated_linear_unit": family.activation != "relu2",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -225,10 +234,12 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
         fields["layernorm_zero_centered_gamma"] = True
     if "query_pre_attn_scalar" in config:
         fields["softmax_scale"] = config["query_pre_attn_scalar"] ** -0.5
-    if family.experts is not None:
+    if family.experts is not None and (not family.single_blocks or "moe" in config["layer_types"]):
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
-    if family.gated_delta:
+    if family.recurrence is GATED_DELTA:
         fields |= gated_delta_fields(folder, config)
+    if family.recurrence is MAMBA_2:
+        fields |= mamba_fields(folder, config)
     return fields
 
 
@@ -287,9 +298,10 @@ def _check_supported(
             config["sliding_window"],
             "null, or use_sliding_window: false with it, as windows are not converted",
         )
-    kinds = config["layer_types"]
+    # Their types are read by `complete_blocks`.
+    kinds = None if family.single_blocks else config["layer_types"]
     layers = config["num_hidden_layers"]
-    known = (FULL_ATTENTION, LINEAR_ATTENTION) if family.gated_delta else (FULL_ATTENTION,)
+    known = (FULL_ATTENTION, LINEAR_ATTENTION) if family.recurrence else (FULL_ATTENTION,)
     if "index_topk" in config:
         known = ("indexed_attention",)
     if kinds is not None and (len(kinds) != layers or not {*kinds} <= {*known}):
@@ -303,6 +315,11 @@ def _layer_windows(config: Mapping[str, Any], family: Family) -> tuple[int | Non
         return ()
     window = config["sliding_window"]
     return tuple(window if kind == SLIDING else None for kind in config["layer_types"])
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words by which the table chooses the entries of layers that are one block each."""
+    return tuple("dense" if kind == "mlp" else kind for kind in config["layer_types"])
 
 
 def _complete_windows(folder: Path, config: dict[str, Any], family: Family) -> None:

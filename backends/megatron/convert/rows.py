@@ -159,7 +159,7 @@ def stacked(megatron: str, hf: str, split: Split, *shapes: tuple[str, ...]) -> E
 # --- gated delta rules ---
 
 _DELTA_H = H + "linear_attn."
-_CONVOLVED = ("delta_keys", "delta_keys", "delta_values")
+_CONVOLVED = ("state_keys", "state_keys", "state_values")
 
 
 def hybrid(entries: tuple[Entry, ...], delta: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -188,18 +188,18 @@ def _gated_delta(projections: tuple[Part, ...], group: str) -> tuple[Entry, ...]
 
     Their rows are grouped by key head, and so are those of the convolution.
     """
-    convolution = _joined(_DELTA_H + "conv1d.weight", _CONVOLVED, "one", "delta_window")
+    convolution = _joined(_DELTA_H + "conv1d.weight", _CONVOLVED, "one", "conv_width")
     return (
         Entry(
             ATTENTION_M + "linear_in.weight", projections, Split.QKV, LINEAR_ATTENTION, group=group
         ),
         Entry(
-            ATTENTION_M + "conv_weight", convolution, Split.QKV, LINEAR_ATTENTION, group="delta_key"
+            ATTENTION_M + "conv_weight", convolution, Split.QKV, LINEAR_ATTENTION, group="state_key"
         ),
-        _row("A_log", "A_log", "delta_heads", split=Split.COLUMN),
-        _row("dt_bias", "dt_bias", "delta_heads", split=Split.COLUMN),
-        _row("norm_weight", "norm.weight", "delta_value"),
-        _row("linear_out.weight", "out_proj.weight", "hidden", "delta_values", split=Split.ROW),
+        _row("A_log", "A_log", "state_heads", split=Split.COLUMN),
+        _row("dt_bias", "dt_bias", "state_heads", split=Split.COLUMN),
+        _row("norm_weight", "norm.weight", "state_value"),
+        _row("linear_out.weight", "out_proj.weight", "hidden", "state_values", split=Split.ROW),
     )
 
 
@@ -214,9 +214,101 @@ QWEN3_NEXT_DELTA = _gated_delta(
 QWEN3_5_DELTA = _gated_delta(
     (
         *_joined(_DELTA_H + "in_proj_qkv.weight", _CONVOLVED, "hidden"),
-        Part(_DELTA_H + "in_proj_z.weight", ("delta_values", "hidden")),
-        Part(_DELTA_H + "in_proj_b.weight", ("delta_heads", "hidden")),
-        Part(_DELTA_H + "in_proj_a.weight", ("delta_heads", "hidden")),
+        Part(_DELTA_H + "in_proj_z.weight", ("state_values", "hidden")),
+        Part(_DELTA_H + "in_proj_b.weight", ("state_heads", "hidden")),
+        Part(_DELTA_H + "in_proj_a.weight", ("state_heads", "hidden")),
     ),
-    "delta_key",
+    "state_key",
+)
+
+# --- blocks of Nemotron-H ---
+
+_BLOCK_H = H + "mixer."
+_MAMBA_ROWS = ("state_values", "state_keys", "state_keys")
+
+
+def _mamba(megatron: str, hf: str, *shape: str, split: Split = Split.COLUMN) -> Entry:
+    return whole(
+        ATTENTION_M + megatron, _BLOCK_H + hf, *shape, split=split, layers=LINEAR_ATTENTION
+    )
+
+
+def _ungated(megatron: str, hf: str, layers: str, width: str) -> tuple[Entry, Entry]:
+    """A feed-forward net without a gate."""
+    up, down = (f"{hf}{name}_proj.weight" for name in ("up", "down"))
+    return (
+        whole(
+            megatron + "linear_fc1.weight", up, width, "hidden", split=Split.COLUMN, layers=layers
+        ),
+        whole(
+            megatron + "linear_fc2.weight", down, "hidden", width, split=Split.ROW, layers=layers
+        ),
+    )
+
+
+_GATES, _VALUES, _KEYS, _QUERIES, _STEPS = _joined(
+    _BLOCK_H + "in_proj.weight", ("state_values", *_MAMBA_ROWS, "state_heads"), "hidden"
+)
+MAMBA = (
+    Entry(
+        ATTENTION_M + "linear_in.weight",
+        (_QUERIES, _KEYS, _VALUES, _GATES, _STEPS),
+        Split.QKV,
+        LINEAR_ATTENTION,
+        group="state_key",
+    ),
+    *(
+        Entry(
+            ATTENTION_M + f"conv_{kind}",
+            _joined(_BLOCK_H + f"conv1d.{kind}", _MAMBA_ROWS, *tail)[::-1],
+            Split.QKV,
+            LINEAR_ATTENTION,
+            group="state_key",
+        )
+        for kind, tail in (("weight", ("one", "conv_width")), ("bias", ()))
+    ),
+    _mamba("A_log", "A_log", "state_heads"),
+    _mamba("dt_bias", "dt_bias", "state_heads"),
+    _mamba("D", "D", "state_heads"),
+    _mamba("norm_weight", "norm.weight", "state_values"),
+    _mamba("linear_out.weight", "out_proj.weight", "hidden", "state_values", split=Split.ROW),
+)
+NEMOTRON_H_ROWS = (
+    whole(WORD_EMBEDDING, "model.embeddings.weight", "vocab", "hidden", split=Split.VOCAB),
+    *(
+        whole(M + f"{norm}_layernorm.weight", H + "norm.weight", "hidden", layers=kind)
+        for norm, kinds in (
+            ("input", (LINEAR_ATTENTION, FULL_ATTENTION)),
+            ("pre_mlp", ("dense", "moe")),
+        )
+        for kind in kinds
+    ),
+    *MAMBA,
+    *(
+        replace(
+            entry.renamed(lambda name: name.replace(".self_attn.", ".mixer.")),
+            layers=FULL_ATTENTION,
+        )
+        for entry in TRUNK
+        if entry.megatron.startswith(ATTENTION_M)
+    ),
+    *_ungated(M + "mlp.", _BLOCK_H, "dense", "ffn"),
+    whole(M + "mlp.router.weight", _BLOCK_H + "gate.weight", "experts", "hidden", layers="moe"),
+    whole(
+        M + "mlp.router.expert_bias",
+        _BLOCK_H + "gate.e_score_correction_bias",
+        "experts",
+        layers="moe",
+        dtype="float32",
+    ),
+    *_ungated(
+        M + "mlp.experts.local_experts.{expert}.",
+        _BLOCK_H + "experts.{expert}.",
+        "moe",
+        "expert_ffn",
+    ),
+    *_ungated(M + "mlp.shared_experts.", _BLOCK_H + "shared_experts.", "moe", "shared_ffn"),
+    whole("decoder.final_layernorm.weight", "model.norm_f.weight", "hidden"),
+    whole(OUTPUT_LAYER, "lm_head.weight", "vocab", "hidden", split=Split.VOCAB),
+    whole(VALUE_HEAD, "score.weight", "one", "hidden"),
 )

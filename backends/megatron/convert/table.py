@@ -152,12 +152,30 @@ class Experts:
     width: str  # key: feed-forward width of a routed expert
     # Whether the chosen experts' probabilities add up to 1, or the key of this setting.
     normalized: str | bool
-    # Key: width of the gated expert that every token passes through.
+    # Key: width of the expert that every token passes through.
     shared_width: str | None = None
+    # Whether that expert is gated.
+    shared_gate: bool = True
     # Key: number of ungated experts of `width` that every token passes through.
     shared_count: str | None = None
     # sigmoid: experts are chosen with a bias, in groups, and their weights are scaled.
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What carries the state in recurrent layers, and the package with kernels for it."""
+
+    name: str
+    library: Literal["fla", "mamba_ssm"]  # the package's module
+    package: str
+    divided: str  # what tensor- and context-parallel ranks share
+
+
+GATED_DELTA = Recurrence(
+    "gated delta rule", "fla", "flash-linear-attention", "key heads of the gated delta rule"
+)
+MAMBA_2 = Recurrence("Mamba-2", "mamba_ssm", "mamba-ssm", "groups of Mamba-2")
 
 
 @dataclass(frozen=True)
@@ -214,7 +232,8 @@ class Family:
     norms_behind: bool = False
     # The embeddings are multiplied by the square root of the hidden size.
     scaled_embeddings: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    # "relu2": of feed-forward nets without a gate.
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     # Keys and values come from a shared low-rank form (DeepSeek-V2).
     latent_attention: bool = False
     experts: Experts | None = None  # a mixture of experts
@@ -236,9 +255,11 @@ class Family:
     language_class: str = ""
     # Queries grow with their position (`llama_4_scaling_beta`).
     scaled_queries: bool = False
-    # `layer_types` has layers with gated delta rules besides those with attention, whose queries
-    # have output gates; norms scale by 1 + weight.
-    gated_delta: bool = False
+    # What carries the state in layers of the type `linear_attention`. Beside gated delta rules the
+    # queries of attention have output gates, and norms scale by 1 + weight.
+    recurrence: Recurrence | None = None
+    # A layer is one block: a state, attention, a feed-forward net or experts.
+    single_blocks: bool = False
 
     @property
     def key(self) -> str:

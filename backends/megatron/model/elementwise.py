@@ -161,7 +161,8 @@ class _ScaledNorm(torch.autograd.Function):
             gate_in = _wide(gate)
             d_gate = torch.ops.aten.silu_backward(grad * normed * scale, gate_in).to(gate.dtype)
             grad = grad * F.silu(gate_in)
-        d_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        leading = grad.dim() - weight.dim()
+        d_weight = (grad * normed).flatten(0, leading - 1).sum(0).to(weight.dtype)
         scaled = grad * scale
         d_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         return d_x.to(x.dtype), d_weight, d_gate, None, None
@@ -181,7 +182,7 @@ def scaled_norm(
 
     Args:
         x, gate: [..., d].
-        weight: [d].
+        weight: [d], or the last dimensions of x.
     """
     normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps)
     return normed
@@ -194,3 +195,11 @@ class GeGLU(SwiGLU):
         """[..., 2f] -> [..., f]."""
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
+
+
+class SquaredReLU(SwiGLU):
+    """relu(x) squared (So et al. 2021), of an MLP without a gate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., f] -> [..., f]."""
+        return F.relu(x).square()

@@ -34,6 +34,10 @@ from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
 
+# By the families' names: functions that Megatron accepts. Its own layers compute by the modules of
+# `local_layer_spec`.
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": F.gelu, "relu2": F.relu}
+
 
 def transformer_config(
     arch: Architecture,
@@ -56,7 +60,7 @@ def transformer_config(
     interleaved = parallel.virtual_pipeline > 1
     fields = {
         **arch.transformer,
-        "activation_func": {"silu": F.silu, "gelu_tanh": F.gelu}[arch.table.activation],
+        "activation_func": ACTIVATIONS[arch.table.activation],
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor,

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.rope import Rope
+from backends.megatron.convert.table import MAMBA_2
 from backends.megatron.model.attention.core import (
     CoreAttention,
     HeadsRMSNorm,
@@ -41,10 +43,18 @@ from backends.megatron.model.attention.divided_heads import (
     divides_heads,
 )
 from backends.megatron.model.attention.latent import LatentAttention, LatentRMSNorm
-from backends.megatron.model.elementwise import ClampedSwiGLU, GeGLU, SwiGLU, rotate_heads
+from backends.megatron.model.elementwise import (
+    ClampedSwiGLU,
+    GeGLU,
+    SquaredReLU,
+    SwiGLU,
+    rotate_heads,
+)
 from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.moe import router_class
-from backends.megatron.model.recurrent.gated_delta import GatedDelta, GatedDeltaParts
+from backends.megatron.model.recurrent.gated_delta import GatedDelta
+from backends.megatron.model.recurrent.grouped import RecurrentParts
+from backends.megatron.model.recurrent.mamba import Mamba
 from rlcore.errors import ConfigError
 
 # Adds an output and its bias to the residual stream.
@@ -80,7 +90,8 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> Mo
     experts = config.num_moe_experts if arch.moe_layers[layer] else None
     spec = layer_spec(config, experts, arch.ropes[layer])
     if arch.recurrent_layers[layer]:
-        spec.submodules.self_attention = ModuleSpec(GatedDelta, submodules=GatedDeltaParts())
+        recurrent = Mamba if arch.table.recurrence is MAMBA_2 else GatedDelta
+        spec.submodules.self_attention = ModuleSpec(recurrent, submodules=RecurrentParts())
     elif divides_heads(config):
         spec.submodules.self_attention.module = DividedHeads
     elif config.attention_output_gate:
@@ -92,7 +103,19 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> Mo
         core.params |= {"window": arch.windows[layer], "sinks": arch.table.sinks}
     if arch.table.norms_behind:
         spec.module = SandwichLayer
+    if arch.blocks:
+        _keep_block(spec.submodules, feeds_forward=arch.blocks[layer] in ("dense", "moe"))
     return spec
+
+
+def _keep_block(parts: Any, *, feeds_forward: bool) -> None:
+    """Leave out a layer's attention, or its feed-forward net: a layer without a part adds 0."""
+    if feeds_forward:
+        parts.input_layernorm = parts.self_attention = IdentityOp
+        parts.self_attn_bda = IdentityFuncOp
+    else:
+        parts.pre_mlp_layernorm = parts.mlp = IdentityOp
+        parts.mlp_bda = IdentityFuncOp
 
 
 def local_layer_spec(
@@ -124,6 +147,8 @@ def local_layer_spec(
     activation = SwiGLU if config.activation_func_clamp_value is None else ClampedSwiGLU
     if config.activation_func is F.gelu:
         activation = GeGLU
+    if not config.gated_linear_unit:
+        activation = SquaredReLU
     if num_experts is None:
         mlp.activation_func = activation
     else:

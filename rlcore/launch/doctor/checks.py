@@ -25,7 +25,8 @@ from rollout.sandbox.local import build_sandbox
 INSTALL = "./scripts/install.sh"
 INSTALL_ENGINES = "./scripts/install_sglang.sh"
 GPU_FIELDS = "name,memory.total,memory.free,driver_version"
-FLA = "flash-linear-attention"
+# Packages with kernels for recurrent layers.
+OF_STATES = ("flash-linear-attention", "mamba-ssm")
 MIN_DRIVER = {"12": 525, "13": 580}  # major version of CUDA -> of the driver
 MOSTLY_FREE = 0.9  # of a GPU's memory; with less, another process uses the GPU
 
@@ -48,7 +49,7 @@ def check_machine(config: Config | None) -> Iterator[Check]:
             yield _toolkit(run)
         yield _kernels(run, ours)
         if ours.gpus and not ours.kernels_broken:
-            yield from _gated_delta(run, ours)
+            yield from _states(run, ours)
         if ours.gpus and ours.uncompiled and not run.config.run.deterministic:
             needed = "triton and a C compiler, with which the LM head takes a third of the time"
             advice = "install the missing part, such as gcc"
@@ -93,7 +94,9 @@ def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
     extras = ["ray"] * (run.cluster.launcher == "ray")
     extras += ["wandb"] * run.config.tracking.wandb.enabled
     wanted = requirements(extras)
-    python = ask(sys.executable, [*wanted, "transformer-engine", FLA], module=kernel_probe.__name__)
+    python = ask(
+        sys.executable, [*wanted, "transformer-engine", *OF_STATES], module=kernel_probe.__name__
+    )
     name = "trainer environment"
     found = f"{sys.executable}: Python {python.python}, torch {python.torch or 'missing'}"
     if problem := python.broken or ", ".join(unmet(wanted, python.packages)):
@@ -181,25 +184,24 @@ def _kernels(run: Run, ours: Interpreter) -> Check:
     )
 
 
-def _gated_delta(run: Run, ours: Interpreter) -> Iterator[Check]:
-    """Report what computes the gated delta rules of the run's model, if it has any."""
+def _states(run: Run, ours: Interpreter) -> Iterator[Check]:
+    """Report what computes the states of the run's model, if it has recurrent layers."""
     try:
         arch = read_architecture(run.config.model.path, weights=False)
     except ModelError:
         # `rlcore validate` reports the folder.
         return
-    if not any(arch.recurrent_layers):
+    if (kind := arch.table.recurrence) is None:
         return
+    name, package = kind.name, kind.package
     if run.config.model.dtype == "bf16" and not run.config.run.deterministic:
-        if version := ours.packages.get(FLA):
-            yield Check("ok", "gated delta rule", f"{FLA} {version}")
+        if version := ours.packages.get(package):
+            yield Check("ok", name, f"{package} {version}")
             return
-        advice = f"install {FLA} next to rlcore: pip install {FLA}"
+        advice = f"install {package} next to rlcore: pip install {package}"
     else:
-        advice = f"train in bf16 without run.deterministic, which {FLA} needs"
-    yield Check(
-        "note", "gated delta rule", "in chunks of 64 by torch, which is slower", FLA, advice
-    )
+        advice = f"train in bf16 without run.deterministic, which {package} needs"
+    yield Check("note", name, "in chunks of 64 by torch, which is slower", package, advice)
 
 
 # --- GPUs and sandbox -----------------------------------------------------------------------------

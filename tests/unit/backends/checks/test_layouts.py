@@ -68,7 +68,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "policy.parallel.tensor: 4 does not divide the model's key heads of the gated delta rule (6); "
      "set it to 2", "tensor=2"),
     ("hybrid", "tensor=2 context=4 processes=8",
-     "policy.parallel: tensor 2 x context 4 = 8 does not divide the 6 key heads of the model's "
+     "policy.parallel: tensor 2 x context 4 = 8 does not divide the model's 6 key heads of the "
      "gated delta rule, which context-parallel ranks share; set context to 3",
      "context=3 processes=6"),
     ("dense", "sequence=true",

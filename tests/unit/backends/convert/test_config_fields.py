@@ -34,6 +34,7 @@ VALUES = [
     LEFT_OUT, None, True, False, "8", "", 0, 1, 3, -4, HUGE, 0.0, 1.0, -1.5, 1e-5, float("nan"),
     float("inf"), [], [0], ["full_attention"] * 4, ["indexed_attention"] * 4,
     ["dense", "sparse", "dense", "sparse"], {}, {"0": "LABEL_0"},
+    ["mamba", "attention", "mlp"], "ME*-", "M8",
 ]  # fmt: skip
 # Of settings, which are numbers, words and truth values.
 SETTINGS = [
@@ -50,6 +51,7 @@ DELTA = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 6, "linear_value_head_dim": 10,
 }  # fmt: skip
+BLOCKS = ["linear_attention", "moe", "full_attention", "mlp"]
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8},
@@ -71,6 +73,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**QWEN_MOE, **DELTA, "shared_expert_intermediate_size": 24},
+    "nemotron_h": {
+        "layers_block_type": BLOCKS, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 10,
+        "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 8, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+    },
     **{name: {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -81,7 +88,8 @@ OWN: dict[str, dict[str, Any]] = {
 DELTA_SIZES = (
     "conv_kernel_dim", *(key.removeprefix("linear_") for key in DELTA if key != "head_dim")
 )  # fmt: skip
-SIGMOID = (*LATENT, "glm4_moe")
+SIGMOID = (*LATENT, "glm4_moe", "nemotron_h")
+EPSILON = {"nemotron_h": "layer_norm_epsilon"}
 WINDOWED = ("mixtral", "mistral", "ministral3")
 # Of which transformers rotates a part of each head.
 PARTIAL = ("glm4_moe", "minimax_m2", *HYBRID)
@@ -105,6 +113,9 @@ SPELLINGS = "rope_scaling", "rope_parameters"
 
 # MiMo is none of transformers' own
 every_family = pytest.mark.parametrize("family", sorted(FAMILIES.keys() & OWN))
+every_rotary_family = pytest.mark.parametrize(
+    "family", sorted((FAMILIES.keys() & OWN) - {"nemotron_h"})
+)
 
 
 def base(family: str, head: str = "CausalLM") -> dict[str, Any]:
@@ -156,9 +167,10 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
     family = config.model_type
     latent = family in LATENT
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # As a model does when it is built.
-    config.standardize_rope_params()
-    rope = config.rope_parameters
+    if family != "nemotron_h":
+        # As a model does when it is built.
+        config.standardize_rope_params()
+    rope = getattr(config, "rope_parameters", None)
     found = {
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         # No layer of one family has this width.
@@ -167,7 +179,8 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         ),
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads, "groups": config.num_key_value_heads,
-        "positions": config.max_position_embeddings, "epsilon": config.rms_norm_eps,
+        "positions": config.max_position_embeddings,
+        "epsilon": getattr(config, EPSILON.get(family, "rms_norm_eps")),
         "tied": config.tie_word_embeddings,
         "norms": family in ("qwen3", "qwen3_moe", *HYBRID)
         or (family == "glm4_moe" and config.use_qk_norm),
@@ -175,7 +188,7 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         "rotates": [bool(x) for x in getattr(config, "no_rope_layers", None) or ()]
         or [True] * config.num_hidden_layers,
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
-        "rope": [rope["rope_type"], *meant_angles(config)],
+        "rope": rope and [rope["rope_type"], *meant_angles(config)],
         "windows": [
             config.sliding_window
             if family == "gpt_oss" and config.layer_types[layer] == "sliding_attention"
@@ -189,6 +202,13 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         if all(found["recurrent"]):
             found["rope"] = None
         found["delta"] = [getattr(config, f"linear_{key}") for key in DELTA_SIZES]
+    if family == "nemotron_h":
+        found |= {"blocks": config.layers_block_type, "rotates": [False] * found["layers"],
+                  "recurrent": [kind == "linear_attention" for kind in config.layers_block_type],
+                  "mamba": [config.conv_kernel, config.n_groups, config.mamba_num_heads,
+                            config.ssm_state_size, config.mamba_head_dim]}  # fmt: skip
+        if "moe" not in found["blocks"]:
+            return found
     return {**found, **(meant_experts(config) if hasattr(config, "num_experts_per_tok") else {})}
 
 
@@ -231,12 +251,15 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
                   "expert_layers": [
                       kind == "sparse" for kind in config.mlp_layer_types
                   ] if hasattr(config, "mlp_layer_types") else [
-                      layer >= config.first_k_dense_replace for layer in layers
+                      layer >= getattr(config, "first_k_dense_replace", 0) for layer in layers
                   ],
                   "shared": config.n_shared_experts * config.moe_intermediate_size,
                   "groups_of_experts": [config.n_group, config.topk_group],
                   "scale": config.routed_scaling_factor}  # fmt: skip
-    if family == "glm4_moe":
+    if family == "nemotron_h":
+        found["expert_layers"] = [kind == "moe" for kind in config.layers_block_type]
+        found["shared"] = config.moe_shared_expert_intermediate_size
+    if family in ("glm4_moe", "nemotron_h"):
         return found
     if family in LATENT:
         return {**found, "rotary": config.head_dim,
@@ -289,7 +312,13 @@ def ours(arch: Architecture) -> dict[str, Any]:
         found["intermediate_size"] = None
     if arch.num_experts and arch.family in ("qwen2_moe", *HYBRID, *SIGMOID):
         found["shared"] = t["moe_shared_expert_intermediate_size"]
-    if arch.family in SIGMOID:
+    if arch.family == "nemotron_h":
+        found |= {
+            "recurrent": arch.recurrent_layers,
+            "blocks": ["mlp" if block == "dense" else block for block in arch.blocks],
+            "mamba": [t[f"linear_{key}"] for key in DELTA_SIZES],
+        }
+    if arch.num_experts and arch.family in SIGMOID:
         found |= {
             "groups_of_experts": [t["moe_router_num_groups"], t["moe_router_group_topk"]],
             "scale": t["moe_router_topk_scaling_factor"],
@@ -316,6 +345,11 @@ def converted(config: PretrainedConfig) -> bool:
     windows = has.get("use_sliding_window") or (
         config.model_type in WINDOWED and config.sliding_window is not None
     )
+    if config.model_type == "nemotron_h":
+        config.hidden_act = config.mamba_hidden_act
+        config.rope_parameters = {}
+        kinds = {*BLOCKS}
+        windows = config.sliding_window is not None
     return (
         config.hidden_act == "silu"
         and has.get("attention_bias", False) in biased.get(config.model_type, (False,))
@@ -368,7 +402,8 @@ ALSO_NAMED = {
     "num_attention_heads": "heads", "num_experts": "expert", "num_local_experts": "expert",
     "n_routed_experts": "expert", "decoder_sparse_step": "experts", "mlp_only_layers": "experts",
     "architectures": "architecture", "qk_rope_head_dim": "head_dim",
-    "rotary_dim": "partial_rotary_factor",
+    "rotary_dim": "partial_rotary_factor", "n_groups": "mamba_num_heads",
+    "num_experts_per_tok": "expert", "layers_block_type": "layer", "n_group": "group",
 }  # fmt: skip
 
 
@@ -397,7 +432,7 @@ def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
 
 
 @pytest.mark.rest
-@every_family
+@every_rotary_family
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_path: Path) -> None:
     kinds = ("default", "yarn") if family in LATENT else tuple(ROPE)
@@ -440,7 +475,10 @@ def test_two_fields_together(family: str, tmp_path: Path) -> None:
         {},
         None,
     ]
-    pool |= {spelling: [*ropes, {**ROPES["linear"], "type": "llama3"}] for spelling in SPELLINGS}
+    if family != "nemotron_h":
+        pool |= {
+            spelling: [*ropes, {**ROPES["linear"], "type": "llama3"}] for spelling in SPELLINGS
+        }
     accepted = 0
     for _ in range(600):
         config = base(family)
@@ -450,7 +488,7 @@ def test_two_fields_together(family: str, tmp_path: Path) -> None:
     assert accepted > 25
 
 
-@every_family
+@every_rotary_family
 def test_two_spellings_of_rotary_positions(family: str, tmp_path: Path) -> None:
     rope = {
         **ropes_of(family)["yarn" if family == "ministral3" else "default"],

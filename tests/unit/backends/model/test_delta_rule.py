@@ -18,13 +18,9 @@ with importing_megatron():
     from backends.megatron.batch.cp_layout import PackLayout
     from backends.megatron.batch.scan import Scan
     from backends.megatron.model.elementwise import scaled_norm
-    from backends.megatron.model.recurrent.delta_rule import (
-        Kernels,
-        choose_kernels,
-        chunked_delta_rule,
-        convolve,
-        delta_rule,
-    )
+    from backends.megatron.model.recurrent.chunks import convolve
+    from backends.megatron.model.recurrent.delta_rule import chunked_delta_rule, delta_rule
+    from backends.megatron.model.recurrent.kernels import PACKAGES, Kernels, Library, choose_kernels
 
 CPU = torch.device("cpu")
 TORCH = Kernels("torch", "")
@@ -112,15 +108,19 @@ def test_half_precision_computes_in_single() -> None:
     assert torch.equal(got, want.bfloat16())
 
 
-def test_the_convolution_is_that_of_each_sequence() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_convolution_is_that_of_each_sequence(biased: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(sum(LENGTHS), 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 1, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    got = convolve(x, weight, PackLayout.of_lengths(LENGTHS, CPU), TORCH)
+    bias = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    inputs = [x, weight, bias] if biased else [x, weight]
+    own_bias = bias if biased else None
+    got = convolve(x, weight, own_bias, PackLayout.of_lengths(LENGTHS, CPU), TORCH)
     padded = [F.pad(one.t(), (3, 0)) for one in x.split(list(LENGTHS))]
-    want = torch.cat([F.silu(F.conv1d(one, weight, groups=6)).t() for one in padded])
+    want = torch.cat([F.silu(F.conv1d(one, weight, own_bias, groups=6)).t() for one in padded])
     torch.testing.assert_close(got, want)
-    for own, expected in zip(gradients(got, [x, weight]), gradients(want, [x, weight])):
+    for own, expected in zip(gradients(got, inputs), gradients(want, inputs), strict=True):
         torch.testing.assert_close(own, expected)
 
 
@@ -163,10 +163,11 @@ def test_a_shared_prefix_has_no_state() -> None:
         _ = PackLayout.of_lengths((3, 3), CPU, prefixes=shared).scan
 
 
+@pytest.mark.parametrize("library", PACKAGES)
 @pytest.mark.parametrize(
     ("device", "dtype", "installed", "deterministic", "kind", "reason"),
     [
-        ("cuda", torch.bfloat16, True, False, "fla", "installed"),
+        ("cuda", torch.bfloat16, True, False, None, "installed"),
         ("cuda", torch.bfloat16, False, False, "torch", "not installed"),
         ("cuda", torch.float32, True, False, "torch", "half precision"),
         ("cuda", torch.bfloat16, True, True, "torch", "run.deterministic"),
@@ -174,10 +175,18 @@ def test_a_shared_prefix_has_no_state() -> None:
     ],
 )
 def test_the_choice_and_its_reason(
-    device: str, dtype: torch.dtype, installed: bool, deterministic: bool, kind: str, reason: str
+    library: Library,
+    device: str,
+    dtype: torch.dtype,
+    installed: bool,
+    deterministic: bool,
+    kind: str | None,
+    reason: str,
 ) -> None:
-    chosen = choose_kernels(device, dtype, installed=installed, deterministic=deterministic)
-    assert chosen.kind == kind
+    chosen = choose_kernels(
+        library, device, dtype, installed=installed, deterministic=deterministic
+    )
+    assert chosen.kind == (kind or library)
     assert reason in str(chosen)
 
 
@@ -195,12 +204,12 @@ def test_the_package_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) 
         return of_pack([x.squeeze(0) for x in (q, k, v, g, beta)], lengths)[None], None
 
     def causal_conv1d(
-        x: Tensor, weight: Tensor, *, activation: str, cu_seqlens: Tensor
+        x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, cu_seqlens: Tensor
     ) -> tuple[Tensor, None]:
         assert activation == "silu"
         lengths = tuple(cu_seqlens.diff().tolist())
         layout = PackLayout.of_lengths(lengths, CPU)
-        return convolve(x.squeeze(0), weight[:, None], layout, TORCH)[None], None
+        return convolve(x.squeeze(0), weight[:, None], bias, layout, TORCH)[None], None
 
     functions: dict[str, Any] = {
         "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
@@ -216,4 +225,5 @@ def test_the_package_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(delta_rule(*rows, layout, FLA), delta_rule(*rows, layout, TORCH))
     x = rows[2].detach().flatten(1)
     weight = torch.randn(x.size(1), 1, 4, dtype=x.dtype)
-    torch.testing.assert_close(convolve(x, weight, layout, FLA), convolve(x, weight, layout, TORCH))
+    own, expected = (convolve(x, weight, None, layout, kind) for kind in (FLA, TORCH))
+    torch.testing.assert_close(own, expected)
