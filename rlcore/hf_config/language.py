@@ -1,9 +1,12 @@
-"""What transformers' language models and Hugging Face folders call otherwise.
+"""What transformers' language models and Hugging Face folders call otherwise, or compute.
 
 The trainer's tables and the engines read it here.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 # `model_type` -> the one by which transformers has the same network.
 KNOWN_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
@@ -17,3 +20,16 @@ PREFIXES = {
     "qwen3_5_moe": ("model.", "model.language_model."),
     "nemotron_h": ("model.", "backbone."),
 }
+
+
+def as_trained(model: Any) -> None:
+    """Let a model of transformers compute what it was trained to, where transformers does not.
+
+    A forward pass of Nemotron-H raises the time steps of Mamba-2 to `time_step_min`. Megatron, in
+    which the models were trained, does not, nor does SGLang, nor transformers itself for a token
+    that it decodes.
+    """
+    if model.config.model_type == "nemotron_h":
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = (0.0, math.inf)

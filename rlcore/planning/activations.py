@@ -11,7 +11,7 @@ from math import ceil, isqrt
 from rlcore.planning.memory import Layout, Load, Recompute, padded_vocab_size
 from rlcore.planning.shape import ModelShape
 
-# Tokens of a chunk of the gated delta rule.
+# Tokens of a chunk of recurrent layers.
 CHUNK = 64
 
 
@@ -65,10 +65,11 @@ def scoring_bytes(
     residual = 3 * b * s * shape.hidden
     # The MLP's first product and SwiGLU, or SwiGLU and its second product.
     width = shape.ffn / layout.tensor
-    moments = [b * t * max(3 * width, width + shape.hidden) + residual]
+    rows = (2 + shape.gated) * width
+    moments = [b * t * max(rows, width + shape.hidden) + residual]
     if adapted:
         # The first product, its adapter's, and what both are made of.
-        moments.append(b * t * (4 * width + 2 * shape.hidden) + residual)
+        moments.append(b * t * (rows + width + 2 * shape.hidden) + residual)
     if (layer := shape.recurrent) is not None:
         # The end of the rule, where its outputs are joined and sorted: in fp32.
         keys = layer.state / layer.values * layer.heads
@@ -186,15 +187,17 @@ def _transient_bytes(layer: ModelShape, layout: Layout, load: Load) -> float:
     """Return the peak of tensors that exist only inside a layer, besides what it saves."""
     if layer.moe_layers:
         return _experts_transient_bytes(layer, layout, load)
+    if not layer.dense_layers:
+        return 0.0
     t, s = _rows(layout, load)
     width = layer.ffn / layout.tensor
     # SwiGLU's backward pass computes the gradient of its input, which is twice as wide as its
     # output, and two products from the gradient of its output, which is freed by then. The layer's
     # residual stream is not freed, and its gradient exists twice.
-    swiglu = 4 * t * width + 2 * s * layer.hidden
+    swiglu = 2 * (1 + layer.gated) * t * width + 2 * s * layer.hidden
     # In small packs the first product counts: the gradient of its weight is in the model's dtype
     # before it is added to fp32's, when SwiGLU's saved rows are freed but for its input's gradient.
-    product = 2 * width * layer.hidden + t * layer.hidden - t * width
+    product = (1 + layer.gated) * width * layer.hidden + t * layer.hidden - t * width
     return load.dtype_bytes * max(swiglu, product)
 
 
@@ -237,19 +240,17 @@ def _layer_bytes(layer: ModelShape, layout: Layout, load: Load, recompute: Recom
     residual = b * s * layer.hidden
     if recompute == "full":
         return residual
-    # The inputs of two norms, and 1 / rms.
-    total = 2 * (residual + 4 * s + _normalised(s * layer.hidden, load))
-    # The input of the QKV projection.
-    total += residual
-    mixer = _recurrent_bytes if any(layer.recurrent_layers) else _attention_bytes
-    total += mixer(layer, layout, load, t, again="core_attn" in recompute)
-    # The input of the MLP.
-    total += residual
+    # The inputs of norms, and 1 / rms; the input of the QKV projection, and that of the MLP.
+    total = layer.blocks * (2 * residual + 4 * s + _normalised(s * layer.hidden, load))
+    if layer.states:
+        total += _recurrent_bytes(layer, layout, load, t, again="core_attn" in recompute)
+    elif layer.attention_layers:
+        total += _attention_bytes(layer, layout, load, t, again="core_attn" in recompute)
     if layer.moe_layers:
         total += _experts_bytes(layer, layout, load, s) * ("moe" not in recompute)
-    elif "mlp" not in recompute:
-        # The rows before and after SwiGLU.
-        total += b * t * 3 * layer.ffn / layout.tensor
+    elif layer.dense_layers and "mlp" not in recompute:
+        # The rows before and after the activation.
+        total += b * t * (2 + layer.gated) * layer.ffn / layout.tensor
     return total
 
 
@@ -301,22 +302,32 @@ def _attention_bytes(
 def _recurrent_bytes(
     shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool
 ) -> float:
-    """Return what a layer with a gated delta rule keeps, if torch computes it in chunks."""
+    """Return what a layer with a state keeps, if torch computes it in chunks."""
     layer = shape.recurrent
     assert layer is not None
     b = load.dtype_bytes
-    convolved = layer.width - layer.values - 2 * layer.heads
+    convolved = layer.width - layer.values - (1 + layer.corrects) * layer.heads
     # The input of the output projection, and the projection: the gates are a view of it.
     total: float = b * (layer.values + layer.width)
     if not again:
         # The input of the convolution, and its output before and after silu; the norm's input.
         total += b * (3 * convolved + layer.values)
         keys = layer.state / layer.values
-        # In fp32, in each head: four matrices of a chunk, queries, keys and corrections by their
-        # decays, values, corrections with and without a state, and the state at the chunk's start.
-        of_head = 4 * CHUNK + 3 * keys + 3 * layer.values / layer.heads
-        # In each key head: queries and keys as they are and normalised, and two matrices.
-        of_key_head = 2 * CHUNK + 4 * keys
+        values = layer.values / layer.heads
+        if layer.corrects:
+            # In fp32, in each head: four matrices of a chunk, queries, keys and corrections by
+            # their decays, values, corrections with and without a state, and the state at the
+            # chunk's start.
+            of_head = 4 * CHUNK + 3 * keys + 3 * values
+            # In each key head: queries and keys as they are and normalised, and two matrices.
+            of_key_head = 2 * CHUNK + 4 * keys
+        else:
+            # Two matrices, queries and keys by their decays, values with and without time steps.
+            of_head = 2 * CHUNK + 2 * keys + 2 * values
+            # Queries and keys, and a matrix.
+            of_key_head = CHUNK + 2 * keys
+            # The values that pass the state by.
+            total += b * layer.values
         key_heads = (convolved - layer.values) / (2 * keys)
         total += 4 * (layer.heads * of_head + key_heads * of_key_head + layer.state / CHUNK)
     return t * total / layout.tensor
@@ -330,12 +341,12 @@ def _normalised(elements: float, load: Load) -> float:
 def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
     """Return the bytes that a layer's experts keep, for evenly routed tokens."""
     b = load.dtype_bytes
-    # The rows gathered by expert, before and after SwiGLU, and weighted.
+    # The rows gathered by expert, before and after the activation, and weighted.
     rows = s * shape.topk * layout.expert_tensor * load.routing_skew
-    width = shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor
+    width = shape.hidden + (3 + shape.gated) * shape.expert_ffn / layout.expert_tensor
     routed = (rows * width + s * shape.hidden) * b
     t = s * (layout.tensor if layout.sequence else 1)
-    shared = t * 3 * shape.shared_ffn / layout.tensor * b
+    shared = t * (2 + shape.gated) * shape.shared_ffn / layout.tensor * b
     # The output that the gate multiplies.
     shared += s * shape.hidden * b * shape.shared_gate
     # The router's logits and probabilities.

@@ -255,7 +255,7 @@ def by_time(option: Option) -> tuple[float, int]:
 
 def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
     experts = max(model.shape.experts for model in job.trained)
-    has_mlp = any(model.shape.moe_layers < model.shape.layers for model in job.trained)
+    has_mlp = any(model.shape.dense_layers for model in job.trained)
     recomputed = [
         recompute for recompute in get_args(Recompute)
         if (has_mlp or "mlp" not in recompute) and (experts or "moe" not in recompute)

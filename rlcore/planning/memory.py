@@ -135,7 +135,7 @@ def rank_weights(
     moe = here.moe_layers
     tp = layout.tensor
     dense = here.mixers / tp + here.norms
-    dense += (here.layers - moe) * shape.mlp / tp + moe * (shape.shared / tp + shape.router)
+    dense += here.dense_layers * shape.mlp / tp + moe * (shape.shared / tp + shape.router)
     vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, tp) * shape.hidden / tp
     first = stage == 0
     last = stage == layout.pipeline - 1
@@ -202,7 +202,7 @@ def piece_bytes(
     No piece is smaller than the state of one matrix: a distributed optimizer divides a buffer of
     all weights, which may leave a matrix whole.
     """
-    rows = 2 * shape.ffn // layout.tensor
+    rows = (1 + shape.gated) * shape.ffn // layout.tensor
     if stage == 0 or (stage == layout.pipeline - 1 and not value_head):
         vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, layout.tensor)
         rows = max(rows, vocabulary // layout.tensor)

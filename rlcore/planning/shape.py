@@ -23,15 +23,17 @@ class CostModel:
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """A layer with a gated delta rule, in the place of attention."""
+    """A layer with a state, of a gated delta rule or of Mamba-2, in the place of attention."""
 
     matrices: int  # entries of its projections
     vectors: int  # weights of the convolution and of heads, which tensor parallelism divides
-    norm: int  # weights of the norm, whole on every tensor-parallel rank
+    norm: int  # weights of the norm that are whole on every tensor-parallel rank
     heads: int  # of values
     width: int  # rows of the input projection
     values: int  # columns of the output projection
     state: int  # entries of the state of a sequence
+    products: int  # of each entry of the state, at a token
+    corrects: bool  # what a token adds to the state depends on the state
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> RecurrentShape:
@@ -42,15 +44,24 @@ class RecurrentShape:
         key_dim = int(fields["linear_key_head_dim"])
         values = heads * value_dim
         convolved = 2 * int(fields["linear_num_key_heads"]) * key_dim + values
-        width = convolved + values + 2 * heads
+        mamba = "mamba_num_heads" in fields
+        # Rates and decays, or time steps.
+        width = convolved + values + (1 if mamba else 2) * heads
+        vectors = convolved * int(fields["linear_conv_kernel_dim"]) + 2 * heads
+        if mamba:
+            # Biases of the convolution, D, and the norm.
+            vectors += convolved + heads + values
         return cls(
             matrices=hidden * (width + values),
-            vectors=convolved * int(fields["linear_conv_kernel_dim"]) + 2 * heads,
-            norm=value_dim,
+            vectors=vectors,
+            norm=0 if mamba else value_dim,
             heads=heads,
             width=width,
             values=values,
             state=values * key_dim,
+            # With the key and the query; with the error of a delta rule too.
+            products=2 if mamba else 3,
+            corrects=not mamba,
         )
 
 
@@ -80,6 +91,9 @@ class ModelShape:
     output_gate: bool = False  # each query head has a gate, as wide as the head
     recurrent: RecurrentShape | None = None
     recurrent_layers: tuple[bool, ...] = ()  # as `expert_layers`
+    gated: bool = True  # MLPs and experts have gates
+    # Whether each layer that is one block alone has an MLP; empty: all layers are two blocks.
+    mlp_layers: tuple[bool, ...] = ()
 
     @classmethod
     def of_fields(
@@ -90,6 +104,7 @@ class ModelShape:
         tied: bool,
         latent: int = 0,
         norm_over_heads: bool = False,
+        mlp_layers: tuple[bool, ...] = (),
     ) -> ModelShape:
         """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
@@ -120,6 +135,8 @@ class ModelShape:
             output_gate=bool(fields.get("attention_output_gate")),
             recurrent=RecurrentShape.of_fields(fields) if recurrent else None,
             recurrent_layers=tuple(map(bool, recurrent)),
+            gated=bool(fields.get("gated_linear_unit", True)),
+            mlp_layers=mlp_layers,
         )
 
     def of_layers(self, layers: range) -> ModelShape:
@@ -130,6 +147,7 @@ class ModelShape:
             layers=len(layers),
             expert_layers=self.expert_layers[here],
             recurrent_layers=self.recurrent_layers[here],
+            mlp_layers=self.mlp_layers[here],
         )
 
     def joined(self, parts: Iterable[ModelShape]) -> ModelShape:
@@ -140,6 +158,7 @@ class ModelShape:
             layers=sum(part.layers for part in known),
             expert_layers=sum((part.expert_layers for part in known), ()),
             recurrent_layers=sum((part.recurrent_layers for part in known), ()),
+            mlp_layers=sum((part.mlp_layers for part in known), ()),
         )
 
     def layer_kinds(self) -> list[ModelShape]:
@@ -152,9 +171,30 @@ class ModelShape:
         return sum(self.expert_layers)
 
     @property
+    def dense_layers(self) -> int:
+        """The number of layers that have an MLP."""
+        return sum(self.mlp_layers) if self.mlp_layers else self.layers - self.moe_layers
+
+    @property
+    def states(self) -> int:
+        """The number of layers that have a state."""
+        return sum(self.recurrent_layers)
+
+    @property
     def attention_layers(self) -> int:
         """The number of layers that have attention."""
-        return self.layers - sum(self.recurrent_layers)
+        others = self.moe_layers + self.dense_layers if self.mlp_layers else 0
+        return self.layers - self.states - others
+
+    @property
+    def blocks(self) -> int:
+        """The number of norms, residual sums and pairs of collectives of all layers."""
+        return self.layers if self.mlp_layers else 2 * self.layers
+
+    @property
+    def matrices_of_mlp(self) -> int:
+        """The number of an MLP's or an expert's matrices."""
+        return 3 if self.gated else 2
 
     @property
     def qkv_width(self) -> int:
@@ -179,33 +219,34 @@ class ModelShape:
         total = self.attention_layers * self.attention
         if self.recurrent is not None:
             each = self.recurrent.matrices + self.recurrent.vectors
-            total += (self.layers - self.attention_layers) * each
+            total += self.states * each
         return total
 
     @property
     def norms(self) -> int:
         """The norm weights of all layers, which every tensor-parallel rank holds whole."""
-        total = (2 + self.biases) * self.layers * self.hidden
+        total = (self.blocks + self.biases * self.layers) * self.hidden
         total += self.attention_layers * 2 * self.head_dim * self.qk_norm
         if self.recurrent is not None:
-            total += (self.layers - self.attention_layers) * self.recurrent.norm
+            total += self.states * self.recurrent.norm
         return total
 
     @property
     def mlp(self) -> int:
         """The number of weights of one layer's dense MLP."""
-        return 3 * self.hidden * self.ffn
+        return self.matrices_of_mlp * self.hidden * self.ffn
 
     @property
     def routed(self) -> int:
         """The number of weights of one layer's routed experts."""
         biases = (2 * self.expert_ffn + self.hidden) * self.biases
-        return self.experts * (3 * self.hidden * self.expert_ffn + biases)
+        matrices = self.matrices_of_mlp * self.hidden * self.expert_ffn
+        return self.experts * (matrices + biases)
 
     @property
     def shared(self) -> int:
         """The number of weights of one layer's shared expert."""
-        return 3 * self.hidden * self.shared_ffn
+        return self.matrices_of_mlp * self.hidden * self.shared_ffn
 
     @property
     def router(self) -> int:
@@ -215,13 +256,13 @@ class ModelShape:
     @property
     def chosen(self) -> int:
         """The number of matrix entries that a token passes through in one layer's experts."""
-        return self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
+        chosen = self.topk * self.matrices_of_mlp * self.hidden * self.expert_ffn
+        return chosen + self.shared + self.router
 
     @property
     def parameters(self) -> int:
         """The number of all weights of the language model."""
-        dense = self.layers - self.moe_layers
-        blocks = self.mixers + self.norms + dense * self.mlp
+        blocks = self.mixers + self.norms + self.dense_layers * self.mlp
         blocks += self.moe_layers * (self.routed + self.shared + self.router)
         return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
@@ -231,13 +272,10 @@ class ModelShape:
 
         Entries of a state count as often as a token is multiplied with them.
         """
-        dense = self.layers - self.moe_layers
-        matrices = self.attention_layers * self.attention_matrices + dense * self.mlp
+        matrices = self.attention_layers * self.attention_matrices + self.dense_layers * self.mlp
         if self.recurrent is not None:
-            # Each entry of the state takes part in three products: with the key, with the error,
-            # and with the query.
-            each = self.recurrent.matrices + 3 * self.recurrent.state
-            matrices += (self.layers - self.attention_layers) * each
+            each = self.recurrent.matrices + self.recurrent.products * self.recurrent.state
+            matrices += self.states * each
         return matrices + self.moe_layers * self.chosen
 
     @property

@@ -84,7 +84,8 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
     sweeps = 2.0 + job.scoring_passes + repeated / shape.layers
     # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
     # once more in the backward pass.
-    yield layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
+    pairs = layers * shape.blocks / shape.layers / 2
+    yield pairs * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
     head = 2 * shape.head_dim * b
     attention = layers * shape.attention_layers / shape.layers
     if shape.groups < tp:
@@ -94,7 +95,8 @@ def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]
     yield attention * tokens * cp * kv_heads * head * sweeps, cp, tp * cp
     if (recurrent := shape.recurrent) is not None:
         # All-to-all of what the rule reads, and of what it returns.
-        exchanged = (layers - attention) * tokens * recurrent.width / tp * b
+        states = layers * shape.states / shape.layers
+        exchanged = states * tokens * recurrent.width / tp * b
         yield exchanged * sweeps, cp, tp * cp
     routed = _rows(layout, job) * shape.topk * shape.hidden * b
     routings = 2 * (sweeps + ("moe" in layout.recompute))
@@ -163,21 +165,23 @@ def _products(
     """
     t = micro_tokens / layout.context
     tp = layout.tensor
-    dense = 1 - shape.moe_layers / shape.layers
+    dense = shape.dense_layers / shape.layers
+    up = shape.matrices_of_mlp - 1
     attention = shape.attention_layers / shape.layers
     yield t, shape.qkv_width / tp, attention * shape.hidden * shape.qkv_width
     yield t, shape.hidden, attention * shape.hidden * shape.heads * shape.head_dim
     if (recurrent := shape.recurrent) is not None:
-        yield t, recurrent.width / tp, (1 - attention) * shape.hidden * recurrent.width
-        yield t, shape.hidden, (1 - attention) * shape.hidden * recurrent.values
+        states = shape.states / shape.layers
+        yield t, recurrent.width / tp, states * shape.hidden * recurrent.width
+        yield t, shape.hidden, states * shape.hidden * recurrent.values
     if dense:
-        yield t, 2 * shape.ffn / tp, dense * 2 / 3 * shape.mlp
-        yield t, shape.hidden, dense * shape.mlp / 3
+        yield t, up * shape.ffn / tp, dense * up / (up + 1) * shape.mlp
+        yield t, shape.hidden, dense * shape.mlp / (up + 1)
     if shape.experts:
         own = t / (tp if layout.sequence else 1)
         rows = own * shape.topk * layout.expert * layout.expert_tensor / shape.experts
-        chosen = (1 - dense) * shape.topk * shape.hidden * shape.expert_ffn
-        yield rows, 2 * shape.expert_ffn / layout.expert_tensor, 2 * chosen
+        chosen = shape.moe_layers / shape.layers * shape.topk * shape.hidden * shape.expert_ffn
+        yield rows, up * shape.expert_ffn / layout.expert_tensor, up * chosen
         yield rows, shape.hidden, chosen
 
 
@@ -193,6 +197,6 @@ def _recomputed(shape: ModelShape, layout: Layout, stage: int, length: int) -> f
         chunks = layout.repeated(shape, stage)
         return sum(chunk.forward_flops([length], 0) for chunk in chunks) / whole
     attention = here.cost.quadratic * length**2 * ("core_attn" in layout.recompute)
-    mlp = 2.0 * length * (here.layers - here.moe_layers) * here.mlp * ("mlp" in layout.recompute)
+    mlp = 2.0 * length * here.dense_layers * here.mlp * ("mlp" in layout.recompute)
     moe = 2.0 * length * here.moe_layers * here.chosen * ("moe" in layout.recompute)
     return (attention + mlp + moe) / whole

@@ -172,11 +172,11 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
                 size = router.e_score_correction_bias.numel()
                 router.e_score_correction_bias = torch.randn(size)
     model.save_pretrained(folder, max_shard_size="20KB")
-    if "n_routed_experts" in keys:
+    if "n_routed_experts" in keys and "mamba_num_heads" not in keys:
         layer = f"model.layers.{given['num_hidden_layers']}"
         router = {f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(4)}
         _add_carried(folder, {f"{layer}.eh_proj.weight": torch.randn(32, 64).to(dtype)} | router)
-    if "linear_num_key_heads" in keys and "num_experts" in keys:
+    if name == "nemotron_h" or ("linear_num_key_heads" in keys and "num_experts" in keys):
         _add_carried(folder, {"mtp.fc.weight": torch.randn(32, 64).to(dtype)})
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -46,6 +46,8 @@ SAVED_UNDER = {
     "qwen3_next": "ep2",
     "qwen3_5": "tp2_sequence",
     "qwen3_5_moe": "cp2",
+    "nemotron_h": "ep2",
+    "nemotron_h_dense": "tp2_sequence",
 }
 
 

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backends.megatron.cpu.shim import replaced
+from rlcore.hf_config.language import as_trained
 from tests.language_models import VISION, draw
 
 TIGHT = 1e-5  # relative, over each whole tensor
@@ -333,6 +334,7 @@ def _load(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
+    as_trained(model)
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.forward = partial(_in_double, module.forward)

@@ -29,6 +29,7 @@ class Case:
     def name(self) -> str:
         name = f"{self.files[0].split('/')[-1].removesuffix('.yaml')}-{self.model}"
         name += "-tp8" if any("tensor: 8, pipeline: 8" in one for one in self.overrides) else ""
+        name += "-moe" if any("recompute_modules: [moe]" in one for one in self.overrides) else ""
         name += "-fp32" if "model.dtype=fp32" in self.overrides else ""
         return f"{name}-shared" if "policy.share_prefixes=on" in self.overrides else name
 
@@ -155,6 +156,20 @@ CASES = [
             ("GLM-5", 8, 64),
         )
     ),
+    # Layers that are one block each, and two KV heads over four ranks.
+    *(
+        Case(
+            ("models/grpo.yaml",),
+            "Nemotron-3-Nano-30B-A3B",
+            7,
+            (
+                "policy.parallel={tensor: 4, sequence: true, expert: 8, expert_tensor: 1}",
+                f"policy.megatron={megatron}",
+            ),
+            8,
+        )
+        for megatron in ("{}", "{recompute_granularity: selective, recompute_modules: [moe]}")
+    ),
     # packs so small that the embedding's gradient is the peak
     Case(
         ("models/grpo.yaml",),
@@ -177,6 +192,8 @@ def cut(folder: Path, model: str, layers: int, **others: object) -> Path:
     folder.mkdir()
     text = given.get("text_config", given)
     text["num_hidden_layers"] = layers
+    if "hybrid_override_pattern" in text:
+        text["hybrid_override_pattern"] = text["hybrid_override_pattern"][:layers]
     if "layer_types" in text:
         text["layer_types"] = text["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps({**given, **others}))

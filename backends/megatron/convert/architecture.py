@@ -118,6 +118,7 @@ class Architecture:
             tied=self.tie_word_embeddings,
             latent=latent,
             norm_over_heads=self.table.norm_over_heads,
+            mlp_layers=tuple(block == "dense" for block in self.blocks),
         )
 
     @cached_property

@@ -338,7 +338,6 @@ NEMOTRON_H: Mapping[str, Field] = {
     "n_groups": Field("size", 8),
     "ssm_state_size": Field("size", 128),
     "conv_kernel": Field("size", 4),
-    "time_step_min": Field("float", 1e-3, only=1e-3),
     "n_routed_experts": Field("size", 8),
     "num_local_experts": _COUNT_OF_EXPERTS,
     "num_experts_per_tok": Field("size", 2),

@@ -139,33 +139,48 @@ class ClampedSwiGLU(SwiGLU):
 class _ScaledNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, offset: float, eps: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        gate: Tensor | None,
+        offset: float,
+        eps: float,
+        gates_input: bool,
     ) -> Tensor:
         wide = _wide(x)
+        if gate is not None and gates_input:
+            wide = wide * F.silu(_wide(gate))
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.offset = offset
+        ctx.gates_input = gates_input
         out = wide * inverse * (offset + _wide(weight))
-        if gate is not None:
+        if gate is not None and not gates_input:
             out = out * F.silu(_wide(gate))
         return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, gate, inverse = ctx.saved_tensors
-        normed = _wide(x) * inverse
+        wide = _wide(x)
+        gate_in = None if gate is None else _wide(gate)
+        gated = wide if gate_in is None or not ctx.gates_input else wide * F.silu(gate_in)
+        normed = gated * inverse
         scale = ctx.offset + _wide(weight)
         grad = _wide(grad)
         d_gate = None
-        if gate is not None:
-            gate_in = _wide(gate)
-            d_gate = torch.ops.aten.silu_backward(grad * normed * scale, gate_in).to(gate.dtype)
+        if gate_in is not None and not ctx.gates_input:
+            d_gate = torch.ops.aten.silu_backward(grad * normed * scale, gate_in)
             grad = grad * F.silu(gate_in)
         leading = grad.dim() - weight.dim()
         d_weight = (grad * normed).flatten(0, leading - 1).sum(0).to(weight.dtype)
         scaled = grad * scale
         d_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        return d_x.to(x.dtype), d_weight, d_gate, None, None
+        if gate_in is not None and ctx.gates_input:
+            d_gate = torch.ops.aten.silu_backward(d_x * wide, gate_in)
+            d_x = d_x * F.silu(gate_in)
+        d_gate = None if d_gate is None else d_gate.to(gate.dtype)
+        return d_x.to(x.dtype), d_weight, d_gate, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -174,7 +189,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def scaled_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, gate: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    gate: Tensor | None = None,
+    gates_input: bool = False,
 ) -> Tensor:
     """RMSNorm over the last dimension, times `offset + weight`, times silu(gate).
 
@@ -183,8 +204,9 @@ def scaled_norm(
     Args:
         x, gate: [..., d].
         weight: [d], or the last dimensions of x.
+        gates_input: multiply by silu(gate) before the norm, not after it.
     """
-    normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps)
+    normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps, gates_input)
     return normed
 
 

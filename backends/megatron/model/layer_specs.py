@@ -147,7 +147,7 @@ def local_layer_spec(
     activation = SwiGLU if config.activation_func_clamp_value is None else ClampedSwiGLU
     if config.activation_func is F.gelu:
         activation = GeGLU
-    if not config.gated_linear_unit:
+    if config.activation_func is F.relu:
         activation = SquaredReLU
     if num_experts is None:
         mlp.activation_func = activation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.cpu.shim import replaced
 from backends.megatron.model_check.record import Probe, Record, main_output, return_memory, sketch
 from rlcore.errors import ModelError, UserError
+from rlcore.hf_config.language import as_trained
 
 _EAGER = "eager_attention_forward"
 # Called with the number of a layer and what it computed.
@@ -262,8 +264,14 @@ class HuggingFaceModel:
 def text_fields(arch: Architecture) -> dict[str, Any]:
     """The fields of the language model in `config.json`."""
     within = arch.table.within
-    found: dict[str, Any] = arch.hf_config[within] if within else arch.hf_config
-    return found
+    found = arch.hf_config[within] if within else arch.hf_config
+    # transformers writes infinity, which JSON has not, as an object.
+    read: dict[str, Any] = json.loads(json.dumps(found), object_hook=_float)
+    return read
+
+
+def _float(found: dict[str, Any]) -> Any:
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def _on_meta(arch: Architecture) -> Any:
@@ -290,6 +298,7 @@ def _on_meta(arch: Architecture) -> Any:
         model = classes[arch.head].from_config(
             config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
+    as_trained(model)
     for key, buffer in list(model.named_non_persistent_buffers()):
         owner, _, name = key.rpartition(".")
         module = model.get_submodule(owner)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError
+from rlcore.hf_config.language import as_trained
 from rlcore.weights import DTYPES, add_product
 from rollout.engines.checks import language_config
 from rollout.engines.embedded.attention import ATTENTION, Masks, attention
@@ -123,6 +124,7 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
         module = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
         )
+    as_trained(module)
     for layer in module.modules():
         if hasattr(layer, "indexer"):
             _attend_to_all(layer)

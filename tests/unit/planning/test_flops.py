@@ -62,6 +62,7 @@ def test_the_example_models_have_the_published_number_of_weights() -> None:
         # without the vision tower
         ("Ministral-3-8B", 8.49), ("Kimi-K2.5", 1026), ("DeepSeek-V3", 671),
         ("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83), ("MiniMax-M2", 228.7),
+        ("Nemotron-3-Nano-30B-A3B", 31.58),
         # without the indexers
         ("DeepSeek-V3.2", 671), ("GLM-5", 743.2),
     ],
@@ -116,6 +117,32 @@ def test_a_gated_delta_layer_reads_and_writes_its_state_in_place_of_attention() 
     parts = [hybrid.of_layers(range(k, k + 1)) for k in range(2)]
     assert sum(part.layer_matrices for part in parts) == hybrid.layer_matrices
     assert hybrid.joined(parts) == hybrid
+
+
+def test_a_layer_of_one_block_has_one_norm_and_no_other_block() -> None:
+    """Mamba-2, attention, and an MLP without a gate."""
+    sizes = {
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4, "hidden_size": 8,
+        "mamba_num_heads": 2,
+    }  # fmt: skip
+    blocks = replace(
+        TINY,
+        layers=3,
+        gated=False,
+        recurrent=RecurrentShape.of_fields(sizes),
+        recurrent_layers=(True, False, False),
+        mlp_layers=(False, False, True),
+    )
+    projections = 8 * (3 + 3 + 10 + 10 + 2) + 10 * 8
+    attention = 8 * (12 + 6 + 6) + 12 * 8
+    assert blocks.layer_matrices == projections + 2 * 2 * 3 * 5 + attention + 2 * 8 * 5
+    assert blocks.cost.quadratic == TINY.cost.quadratic / 2
+    own = (3 + 3 + 10) * (4 + 1) + 3 * 2 + 10
+    assert blocks.parameters == (projections + own + attention + 2 * 8 * 5 + 3 * 8 + 8 + 2 * 11 * 8)
+    parts = [blocks.of_layers(range(k, k + 1)) for k in range(3)]
+    assert sum(part.layer_matrices for part in parts) == blocks.layer_matrices
+    assert blocks.joined(parts) == blocks
 
 
 def test_a_plan_and_the_metric_count_alike() -> None:
@@ -183,6 +210,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Config": {"head_dim": 16},
     "Qwen3MoeConfig": {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
     "Qwen2MoeConfig": {**EXPERTS, "shared_expert_intermediate_size": 40},
+    "NemotronHConfig": {"num_hidden_layers": None, "mamba_num_heads": 4, "n_groups": 2,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_head_dim": 6,
+        "ssm_state_size": 5, "n_routed_experts": 4, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40, "head_dim": 16},
     "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2}, "DeepseekV3Config": {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3,

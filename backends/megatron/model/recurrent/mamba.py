@@ -9,7 +9,7 @@ from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.model.elementwise import scaled_norm
 from backends.megatron.model.recurrent.grouped import RecurrentLayer
 from backends.megatron.model.recurrent.kernels import Kernels
-from backends.megatron.model.recurrent.state_space import state_space, time_steps
+from backends.megatron.model.recurrent.state_space import state_space
 
 
 class Mamba(RecurrentLayer):
@@ -40,7 +40,8 @@ class Mamba(RecurrentLayer):
             query,
             key,
             value,
-            time_steps(numbers.flatten(1), self.mine(self.dt_bias)),
+            # Without a lower limit: see `as_trained`.
+            F.softplus(numbers.flatten(1).float() + self.mine(self.dt_bias).float()),
             -self.mine(self.A_log).float().exp(),
             self.mine(self.D),
             layout,
@@ -50,5 +51,5 @@ class Mamba(RecurrentLayer):
     def gated(self, values: Tensor, gate: Tensor) -> Tensor:
         """RMSNorm of each group's values times their gates."""
         weight = self.norm_weight.view(self.groups, -1)
-        product = values.float() * F.silu(gate.float())
-        return scaled_norm(product, weight, self.config.layernorm_epsilon).to(values.dtype)
+        epsilon = self.config.layernorm_epsilon
+        return scaled_norm(values, weight, epsilon, gate=gate, gates_input=True)

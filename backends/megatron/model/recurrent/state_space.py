@@ -10,7 +10,6 @@ In the words of state spaces v is x, k is B and q is C.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from backends.megatron.batch.cp_layout import PackLayout
@@ -18,15 +17,6 @@ from backends.megatron.batch.scan import Scan
 from backends.megatron.model.recurrent.chunks import Chunks, by_chunk, kept_between
 from backends.megatron.model.recurrent.kernels import Kernels
 from rlcore.planning.activations import CHUNK
-
-# `time_step_min` of public models, below which transformers takes no time step in a forward pass.
-# SGLang has no such limit, and neither has transformers where it decodes token by token.
-MIN_STEP = 1e-3
-
-
-def time_steps(x: Tensor, bias: Tensor) -> Tensor:
-    """The time steps of heads, in fp32: x [N, heads], bias [heads]."""
-    return F.softplus(x.float() + bias.float()).clamp(min=MIN_STEP)
 
 
 def state_space(

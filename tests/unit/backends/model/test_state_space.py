@@ -18,12 +18,7 @@ with importing_megatron():
     from backends.megatron.batch.scan import Scan
     from backends.megatron.model.elementwise import scaled_norm
     from backends.megatron.model.recurrent.kernels import Kernels
-    from backends.megatron.model.recurrent.state_space import (
-        MIN_STEP,
-        chunked_state_space,
-        state_space,
-        time_steps,
-    )
+    from backends.megatron.model.recurrent.state_space import chunked_state_space, state_space
 
 CPU = torch.device("cpu")
 TORCH = Kernels("torch", "")
@@ -97,15 +92,14 @@ def test_transformers_computes_the_same() -> None:
 
     query, key, value, raw, decay, skip = drawn((200,), torch.float32)
     bias = torch.tensor([-9.0, -8.0, -0.5, 1.0])
-    step = time_steps(raw, bias)
-    assert (step == MIN_STEP).any()
+    step = F.softplus(raw + bias)
     got = state_space(
         query, key, value, step, decay, skip, PackLayout.of_lengths((200,), CPU), TORCH
     )
     rows = (x[None] for x in (value, raw))
     want = mamba2_chunk_scan(
         *rows, decay, key[None], query[None], chunk_size=128, D=skip, dt_bias=bias,
-        dt_softplus=True, dt_limit=(MIN_STEP, float("inf")),
+        dt_softplus=True,
     )  # fmt: skip
     torch.testing.assert_close(got, want[0], rtol=1e-5, atol=1e-4)
 
@@ -134,16 +128,17 @@ def test_no_sequence_sees_another() -> None:
     assert not moved.any()
 
 
-def test_a_norm_of_groups_and_its_gradients() -> None:
+def test_a_norm_of_gated_groups_and_its_gradients() -> None:
     generator = torch.Generator().manual_seed(4)
-    x, weight = (
+    inputs = [
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((5, 3, 8), (3, 8))
-    )
-    got = scaled_norm(x, weight, 1e-3)
-    want = F.rms_norm(x, (8,), None, 1e-3) * weight
+        for shape in ((5, 3, 8), (3, 8), (5, 3, 8))
+    ]
+    x, weight, gate = inputs
+    got = scaled_norm(x, weight, 1e-3, gate=gate, gates_input=True)
+    want = F.rms_norm(x * F.silu(gate), (8,), None, 1e-3) * weight
     torch.testing.assert_close(got, want)
-    for own, expected in zip(gradients(got, [x, weight]), gradients(want, [x, weight])):
+    for own, expected in zip(gradients(got, inputs), gradients(want, inputs), strict=True):
         torch.testing.assert_close(own, expected)
 
 

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 
 from backends.megatron.convert.architecture import weight_tensors
 from backends.megatron.convert.read import read_architecture
+from rlcore.hf_config.language import as_trained
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from tests.checkpoint.hf_folders import auto_class, write_model
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13]]
 # Families of transformers' models by another `model_type`.
 RENAMED = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-NAMES = ("seed_oss", "smollm3", "mistral3", "glm4_moe_lite", *RENAMED)
+NAMES = ("seed_oss", "smollm3", "mistral3", "glm4_moe_lite", "nemotron_h", *RENAMED)
 BETA = "llama_4_scaling_beta"
 
 
@@ -47,6 +48,7 @@ def folder_of(name: str, folder: Path) -> Any:
         changes = {"text_config": {**sizes, **text}}
     write_model(source, folder, **changes)
     model = auto_class(source).from_pretrained(folder, dtype=torch.float32).eval()
+    as_trained(model)
     config = folder / "config.json"
     if name in RENAMED:
         config.write_text(
