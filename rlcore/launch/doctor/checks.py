@@ -193,7 +193,8 @@ def _states(run: Run, ours: Interpreter) -> Iterator[Check]:
         return
     if (kind := arch.table.recurrence) is None:
         return
-    name, package = kind.name, kind.package
+    name = kind.name
+    package = kind.package
     if run.config.model.dtype == "bf16" and not run.config.run.deterministic:
         if version := ours.packages.get(package):
             yield Check("ok", name, f"{package} {version}")

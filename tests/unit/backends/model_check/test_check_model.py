@@ -46,6 +46,10 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
          "linear_value_head_dim": 10, "layer_types": ["linear_attention", "full_attention"],
          **GROUPED}  # fmt: skip
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+BLOCKS = {"num_hidden_layers": None, "mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2,
+          "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+          "ssm_state_size": 6, "n_routed_experts": 4, "moe_intermediate_size": 24,
+          "moe_shared_expert_intermediate_size": 40, **GROUPED}  # fmt: skip
 INDEXER = {"index_n_heads": 2, "index_head_dim": 16}
 # A family that is not here fails `test_every_family_agrees`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": ("Qwen3_5MoeText", {**DELTA, **SHARED}),
     "qwen3_5": ("Qwen3_5", {**DELTA, "vision_config": VISION}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **SHARED, "vision_config": VISION}),
+    "nemotron_h": ("NemotronH", BLOCKS),
     "deepseek_v3": ("DeepseekV3", LATENT),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True}),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),

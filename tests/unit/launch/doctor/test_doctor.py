@@ -234,19 +234,26 @@ def test_what_the_compiler_lacks_on_gpus(examined, nvidia_smi):
         assert "compiled kernels" not in lines
 
 
-def test_what_computes_gated_delta_rules_on_gpus(examined, nvidia_smi):
+@pytest.mark.parametrize(
+    ("model", "name", "package"),
+    [
+        ("Qwen3-Next-80B-A3B", "gated delta rule", "flash-linear-attention"),
+        ("Nemotron-3-Nano-30B-A3B", "Mamba-2", "mamba-ssm"),
+    ],
+)
+def test_what_computes_states_on_gpus(examined, nvidia_smi, model, name, package):
     nvidia_smi(EIGHT)
     models = Path(__file__).parents[4] / "examples/models"
-    hybrid = f"model.path={models}/Qwen3-Next-80B-A3B"
-    has = {"packages": {"flash-linear-attention": "0.6.0"}}
+    hybrid = f"model.path={models}/{model}"
+    has = {"packages": {package: "0.6.0"}}
     _, lines = examined(hybrid, gpus=8, **has)
-    assert lines["gated delta rule"] == "ok    gated delta rule: flash-linear-attention 0.6.0"
+    assert lines[name] == f"ok    {name}: {package} 0.6.0"
     for settings, told in (((), {}), (("run.deterministic=true",), has)):
         code, lines = examined(hybrid, *settings, gpus=8, **told)
         assert code == 0, lines
-        assert lines["gated delta rule"].startswith("note  gated delta rule: in chunks of 64")
+        assert lines[name].startswith(f"note  {name}: in chunks of 64")
     for model, gpus in ((f"model.path={models}/Qwen3-8B", 8), (hybrid, 0), ("run.seed=1", 8)):
-        assert "gated delta rule" not in examined(model, gpus=gpus)[1]
+        assert name not in examined(model, gpus=gpus)[1]
 
 
 @pytest.mark.parametrize(
