@@ -167,7 +167,7 @@ REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
     (DENSE_ARCH, {}, selective("moe"),
      "recompute_modules: moe: the llama model has no experts; expected some of core_attn, mlp"),
     (MOE_ARCH, {}, selective("mlp"),
-     "recompute_modules: mlp: every layer of the qwen3_moe model has experts; expected some of "
+     "recompute_modules: mlp: no layer of the qwen3_moe model has a dense MLP; expected some of "
      "core_attn, moe"),
     (MOE_ARCH, {}, selective("shared_experts"),
      "recompute_modules: shared_experts: the qwen3_moe model has no shared experts; expected some "

@@ -238,7 +238,7 @@ def _no_recomputation(module: str, arch: Architecture, te_layers: bool | None) -
     if module in ("moe", "moe_act") and not experts:
         return f"the {arch.family} model has no experts"
     if module == "mlp" and not any("dense" in kinds for kinds in arch.layer_kinds):
-        return f"no layer of the {arch.family} model has an MLP without experts"
+        return f"no layer of the {arch.family} model has a dense MLP"
     if module == "shared_experts" and not model.get("moe_shared_expert_intermediate_size"):
         return f"the {arch.family} model has no shared experts"
     if module == "mla_up_proj":

@@ -188,7 +188,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "it to 3",
      "policy.megatron.recompute_num_layers=3"),
     ("moe", "policy.megatron={recompute_granularity: selective, recompute_modules: [mlp]}",
-     "policy.megatron.recompute_modules: mlp: every layer of the qwen3_moe model has experts; "
+     "policy.megatron.recompute_modules: mlp: no layer of the qwen3_moe model has a dense MLP; "
      "expected some of core_attn, moe, "
      "layernorm, moe_act", "policy.megatron.recompute_modules=[moe]"),
 ]  # fmt: skip
