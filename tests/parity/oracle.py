@@ -80,7 +80,7 @@ DELTA: dict[str, Any] = {
 }  # fmt: skip
 MAMBA: dict[str, Any] = {
     "num_hidden_layers": None, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 10,
-    "n_groups": 4, "ssm_state_size": 6, "layer_norm_epsilon": 1e-2,
+    "n_groups": 4, "ssm_state_size": 6, "layer_norm_epsilon": 0.1,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2,
     "routed_scaling_factor": 1.7,
@@ -158,8 +158,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for tied in (False, True)
     },
     "nemotron_h": ("NemotronHConfig", {**MAMBA, "layers_block_type": [
-        "linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe",
-        "linear_attention", "full_attention"]}),
+        "linear_attention", "moe", "full_attention", "linear_attention"]}),
     "nemotron_h_dense": ("NemotronHConfig", {**MAMBA, "layers_block_type": [
         "linear_attention", "mlp", "full_attention", "mlp"]}),
 }  # fmt: skip

@@ -51,7 +51,10 @@ FULL = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-RECOMPUTED = {**CORE, "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"]}
+RECOMPUTED = {
+    "nemotron_h": {**CORE, "recompute_modules": ["core_attn", "moe", "shared_experts"]},
+    "nemotron_h_dense": {**CORE, "recompute_modules": ["core_attn", "mlp"]},
+}
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2},
@@ -74,7 +77,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("losses", LATENT[0], megatron=LOSSES),
         *(case(f"{model}-full", model, "one", megatron=FULL) for model in MIXED),
         *(case(f"{model}-alone", model, "alone") for model in MIXED),
-        case("nemotron_h-core", "nemotron_h", "one", megatron=RECOMPUTED),
+        *(case(f"{model}-core", model, "one", megatron=it) for model, it in RECOMPUTED.items()),
     ],
     2: [
         *(
