@@ -33,7 +33,7 @@ BUDGETS = {
     "rlcore/hf_config": 185,
     "rlcore/interpreters": 150,  # what another environment has
     # 18 commands, tiny models of all families; local, torchrun, Ray, engines beside ranks; service
-    "rlcore/launch": 8_140,
+    "rlcore/launch": 8_145,
     # bytes and seconds of a layout; states of recurrent layers, layers of one block
     "rlcore/planning": 1_915,
     "rlcore/runs": 2_000,  # files of a run

@@ -42,6 +42,16 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
+    "nemotron_h": {
+        "layers_block_type": "blocks",
+        "mamba_num_heads": "num_attention_heads",
+        "mamba_head_dim": "head_dim",
+        "n_groups": "num_key_value_heads",
+        "ssm_state_size": "head_dim",
+        "moe_shared_expert_intermediate_size": "moe_intermediate_size",
+        # transformers does not tie embeddings of this family.
+        "tie_word_embeddings": False,
+    },
 }
 _TOWER = {"hidden_size": 16, "intermediate_size": 16}
 _LAYERS = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
@@ -69,7 +79,9 @@ def shared_fields(spec: ModelSpec) -> dict[str, Any]:
         kind: [kind if (layer + 1) % every else "full_attention" for layer in range(spec.layers)]
         for kind in ("linear_attention", "sliding_attention")
     }
+    blocks = ("linear_attention", "moe", "full_attention", "mlp")
     return kinds | {
+        "blocks": [blocks[layer % len(blocks)] for layer in range(spec.layers)],
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden,
         "num_hidden_layers": spec.layers,
