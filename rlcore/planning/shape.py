@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,16 +10,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CostModel:
-    """The FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2`.
+    """The FLOPs of a sequence of n tokens, up to a factor: `linear * n` + attention.
 
-    The quadratic term is attention.
+    Attention without a window costs `quadratic * n^2`. With a window of w keys, a query sees at
+    most w, so it costs `factor * (2 n m - m^2)` with m = min(n, w).
+
+    Attributes:
+        windows: (w, factor) of the layers with a window.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
+    windows: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, length: int) -> float:
-        return self.linear * length + self.quadratic * length * length
+        return self.linear * length + self.attention(length)
+
+    def attention(self, length: int) -> float:
+        """The part of attention."""
+        total = self.quadratic * length * length
+        for window, factor in self.windows:
+            # The minimum, also of arrays.
+            seen = (length + window - abs(length - window)) // 2
+            total += factor * seen * (2 * length - seen)
+        return total
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,8 @@ class ModelShape:
     gated: bool = True  # MLPs and experts have gates
     # Whether each layer that is one block alone has an MLP; empty: all layers are two blocks.
     mlp_layers: tuple[bool, ...] = ()
+    # Of each layer, the number of keys up to its own that a query sees (None: all); empty: all.
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of_fields(
@@ -105,6 +122,7 @@ class ModelShape:
         latent: int = 0,
         norm_over_heads: bool = False,
         mlp_layers: tuple[bool, ...] = (),
+        windows: tuple[int | None, ...] = (),
     ) -> ModelShape:
         """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
@@ -137,6 +155,7 @@ class ModelShape:
             recurrent_layers=tuple(map(bool, recurrent)),
             gated=bool(fields.get("gated_linear_unit", True)),
             mlp_layers=mlp_layers,
+            windows=windows,
         )
 
     def of_layers(self, layers: range) -> ModelShape:
@@ -148,6 +167,7 @@ class ModelShape:
             expert_layers=self.expert_layers[here],
             recurrent_layers=self.recurrent_layers[here],
             mlp_layers=self.mlp_layers[here],
+            windows=self.windows[here],
         )
 
     def joined(self, parts: Iterable[ModelShape]) -> ModelShape:
@@ -159,6 +179,7 @@ class ModelShape:
             expert_layers=sum((part.expert_layers for part in known), ()),
             recurrent_layers=sum((part.recurrent_layers for part in known), ()),
             mlp_layers=sum((part.mlp_layers for part in known), ()),
+            windows=sum((part.windows for part in known), ()),
         )
 
     def layer_kinds(self) -> list[ModelShape]:
@@ -289,13 +310,12 @@ class ModelShape:
         Nothing is counted twice: the layers at every token, causal attention inside each sequence,
         the LM head at trainable positions only.
         """
-        known = list(lengths)
-        layers = self.layer_flops(sum(known), sum(length * length for length in known))
-        return layers + 2.0 * trainable * self.vocab * self.hidden
+        return self.layer_flops(lengths) + 2.0 * trainable * self.vocab * self.hidden
 
-    def layer_flops(self, tokens: int, squares: int) -> float:
-        """Count the forward FLOPs of the layers, from sums of lengths and of their squares."""
-        return 2.0 * tokens * self.layer_matrices + self.cost.quadratic * squares
+    def layer_flops(self, lengths: Iterable[int]) -> float:
+        """Count the forward FLOPs of the layers."""
+        cost = replace(self.cost, linear=2.0 * self.layer_matrices)
+        return sum(map(cost, lengths))
 
     @property
     def cost(self) -> CostModel:
@@ -304,6 +324,10 @@ class ModelShape:
         They are 2 per parameter and token, and for causal attention over n tokens 2 * 2 * heads *
         head_dim * n / 2 per layer and token.
         """
+        factor = 2.0 * self.heads * self.head_dim
+        counts = Counter(filter(None, self.windows))
         return CostModel(
-            2.0 * self.active_parameters, 2.0 * self.attention_layers * self.heads * self.head_dim
+            2.0 * self.active_parameters,
+            factor * (self.attention_layers - counts.total()),
+            tuple((window, factor * count) for window, count in sorted(counts.items())),
         )

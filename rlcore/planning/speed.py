@@ -196,7 +196,7 @@ def _recomputed(shape: ModelShape, layout: Layout, stage: int, length: int) -> f
     if layout.recompute == "full":
         chunks = layout.repeated(shape, stage)
         return sum(chunk.forward_flops([length], 0) for chunk in chunks) / whole
-    attention = here.cost.quadratic * length**2 * ("core_attn" in layout.recompute)
+    attention = here.cost.attention(length) * ("core_attn" in layout.recompute)
     mlp = 2.0 * length * here.dense_layers * here.mlp * ("mlp" in layout.recompute)
     moe = 2.0 * length * here.moe_layers * here.chosen * ("moe" in layout.recompute)
     return (attention + mlp + moe) / whole

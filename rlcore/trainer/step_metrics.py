@@ -188,7 +188,7 @@ class Utilization:
             )
             if plans is None:
                 return flops
-            return flops - self.shape.layer_flops(plans[k].shared_tokens, plans[k].shared_squares)
+            return flops - self.shape.layer_flops(plans[k].shared)
 
         once = [forward(k) for k in range(len(minibatches))]
         scored = sum(once) if self.scores_policy else 0.0

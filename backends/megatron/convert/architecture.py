@@ -119,6 +119,7 @@ class Architecture:
             latent=latent,
             norm_over_heads=self.table.norm_over_heads,
             mlp_layers=tuple(block == "dense" for block in self.blocks),
+            windows=self.windows,
         )
 
     @cached_property

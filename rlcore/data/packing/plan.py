@@ -29,14 +29,12 @@ class MinibatchPlan:
     has the same number of micro-batches.
 
     Attributes:
-        shared_tokens: the tokens that packs hold for several sequences at once, not counting the
-            first of them.
-        shared_squares: the sum over sequences of the squared number of shared tokens.
+        shared: how many tokens sequences share with another one before them in their pack, which
+            holds these tokens once; without zeros.
     """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    shared_tokens: int = 0
-    shared_squares: int = 0
+    shared: tuple[int, ...] = ()
 
     def sequences(self, rank: int) -> tuple[int, ...]:
         """Return all sequences of a rank."""
@@ -167,8 +165,7 @@ def plan_minibatch(
                     tuple(tuple(chain.from_iterable(map(members, micro))) for micro in rank)
                     for rank in packed
                 ),
-                shared_tokens=int(shared.sum()),
-                shared_squares=int((shared * shared).sum()),
+                tuple(shared[shared > 0].tolist()),
             )
         bins = max(needed, bins + 1) if needed == bins else needed
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -145,6 +146,35 @@ def test_a_layer_of_one_block_has_one_norm_and_no_other_block() -> None:
     assert blocks.joined(parts) == blocks
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
+def test_a_layer_with_a_window_counts_the_keys_that_its_queries_see(length: int) -> None:
+    """n^2 / 2 counts half of each query's own key; so do queries that the window cuts nothing off."""
+    windowed = replace(TINY, windows=(None, 4))
+    positions = torch.arange(length)
+    behind = positions[:, None] - positions
+    visible = int(((behind >= 0) & (behind < 4)).sum())
+    own = min(length, 4)
+    # Scores and weighted sum: 2 FLOPs for each of 12 numbers.
+    attention = 2 * 2 * 12 * (visible - own / 2 + length**2 / 2)
+    expected = 2 * TINY_LAYERS * length + attention
+    assert windowed.forward_flops([length], 0) == expected
+    assert sum(part.forward_flops([length], 0) for part in windowed.layer_kinds()) == expected
+    assert windowed.joined(windowed.layer_kinds()) == windowed
+    assert windowed.cost(length) - windowed.cost.linear * length == attention
+    assert windowed.cost(np.array([length, 7])).tolist() == [  # type: ignore[arg-type,attr-defined]
+        windowed.cost(length), windowed.cost(7)
+    ]  # fmt: skip
+
+
+def test_windows_come_from_the_folder() -> None:
+    shape = read_architecture(EXAMPLES / "gpt-oss-20b", weights=False).shape
+    assert shape.windows == (128, None) * 12
+    # 64 heads of 64 in each of 24 layers
+    full = 2.0 * 24 * 64 * 64 * 4096**2
+    share = (1 + (2 * 128 * 4096 - 128**2) / 4096**2) / 2
+    assert shape.cost.attention(4096) == pytest.approx(full * share, rel=1e-12)
+
+
 def test_a_plan_and_the_metric_count_alike() -> None:
     """The balance of batches counts the head at every token."""
     assert TINY.forward_flops([9], 9) == TINY.cost(9)
@@ -174,10 +204,7 @@ def test_mfu_counts_the_passes_that_the_policy_made() -> None:
         "a second epoch that ended early"
     )
     assert meter.flops(batch, minibatches, updates(2, policy=False)) == 0, "the critic warms up"
-    plans = [
-        MinibatchPlan((((2, 1),),), shared_tokens=2, shared_squares=4),
-        MinibatchPlan((((0,),),)),
-    ]
+    plans = [MinibatchPlan((((2, 1),),), shared=(2,)), MinibatchPlan((((0,),),))]
     once = TINY.forward_flops([5, 3], 5) - TINY.forward_flops([2], 0)
     assert meter.flops(batch, minibatches, updates(2), plans) == 3 * (once + second), (
         "the second sequence begins with two tokens of the first"

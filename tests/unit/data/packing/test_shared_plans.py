@@ -92,8 +92,7 @@ def test_a_group_above_the_budget_is_cut_and_its_prefix_repeated() -> None:
     made = plan(sequences, [0] * 6, ranks=1, max_tokens=50)
     assert [[*micro] for micro in made.microbatches[0]] == [[0, 1, 2], [3, 4, 5]]
     assert [slots(sequences, micro) for micro in made.microbatches[0]] == [50, 50]
-    assert made.shared_tokens == 4 * 20
-    assert made.shared_squares == 4 * 20**2
+    assert made.shared == (20,) * 4
 
 
 @pytest.mark.parametrize(
