@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from rollout.engines.sglang.server_process import ManagedServer
 
 # Model types whose classes in SGLang have a separate head, whatever config.json says.
 UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite"})
+# Those of which every layer has experts there, whatever config.json says.
+EXPERTS_IN_ALL_LAYERS = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next"})
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
@@ -37,6 +39,33 @@ def check_adapters_on_cpu(model: str, targets: Collection[str]) -> None:
             f"policy.lora.targets: got {', '.join(targets)}, but on a CPU SGLang takes no"
             f" adapters of layers with experts: set them to {', '.join(sorted(ATTENTION))}, or"
             " rollout.engine.kind to embedded"
+        )
+
+
+def check_dense_layers(folder: str, model: Mapping[str, Any]) -> None:
+    """Raise ModelError for dense layers in whose place SGLang makes experts, or the reverse.
+
+    A publication would not reach them: SGLang ignores tensors that it has no place for.
+    """
+    family = model.get("model_type")
+    if family in EXPERTS_IN_ALL_LAYERS:
+        key = "mlp_only_layers and decoder_sparse_step"
+        step = model.get("decoder_sparse_step") or 1
+        only = model.get("mlp_only_layers") or ()
+        layers = range(int(model.get("num_hidden_layers") or 0))
+        dense = [layer for layer in layers if (layer + 1) % step or layer in only]
+        made = []
+    elif (kinds := model.get("mlp_layer_types")) and "first_k_dense_replace" in model:
+        key = "mlp_layer_types"
+        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        made = list(range(model["first_k_dense_replace"]))
+    else:
+        return
+    if dense != made:
+        raise ModelError(
+            f"model.path: {folder} says by {key} that layers {dense} are dense, but SGLang"
+            f" {VERSION} makes {made or 'none'} dense for {family}, and computes with random"
+            " numbers where no tensor fits; take rollout.engine.kind: embedded"
         )
 
 
@@ -135,7 +164,7 @@ class SGLangFactory:
         """See `HostedFactory`.
 
         Raises ModelError for a model with tied embeddings for which SGLang makes a separate head,
-        which no publication would write.
+        which no publication would write, and as `check_dense_layers`.
         """
         model = read_config(config.model.path)
         family = model.get("model_type")
@@ -146,6 +175,7 @@ class SGLangFactory:
                 " Take a folder with a head (`rlcore init-model --no-tied`), or"
                 " rollout.engine.kind: embedded"
             )
+        check_dense_layers(config.model.path, model)
         return [
             SGLangEngine(
                 server,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -413,21 +414,55 @@ async def test_a_second_start_ends_the_first_server(tmp_path: Path, folder: Path
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"])
 def test_a_family_whose_head_sglang_never_ties_is_refused_tied(tmp_path: Path, family: str) -> None:
     """SGLang would generate with a head that nothing writes."""
-    place = tmp_path / "config.json"
+    for tied in ({}, {"tie_word_embeddings": False}):
+        build_clients(tmp_path, {"model_type": family, **tied})
+    with pytest.raises(ModelError, match=f"does not read for {family}: its head would be another"):
+        build_clients(tmp_path, {"model_type": family, "tie_word_embeddings": True})
+    build_clients(tmp_path, {"model_type": "qwen3", "tie_word_embeddings": True})
+
+
+def build_clients(folder: Path, model: dict[str, Any]) -> None:
+    """For no server, with this config.json."""
+    (folder / "config.json").write_text(json.dumps(model))
     given = {
         "run": {"name": "x"},
-        "model": {"path": str(tmp_path)},
+        "model": {"path": str(folder)},
         "data": {"paths": ["d"]},
         "training": {"steps": 1},
         "rollout": {"engine": {"kind": "sglang"}},
     }
-    config = Config.model_validate(given)
     keys = Keys("k" * 32, "a" * 32)
-    for tied in ({}, {"tie_word_embeddings": False}):
-        place.write_text(json.dumps({"model_type": family, **tied}))
-        assert SGLangFactory.build_clients(config, [], keys=keys) == []
-    place.write_text(json.dumps({"model_type": family, "tie_word_embeddings": True}))
-    with pytest.raises(ModelError, match=f"does not read for {family}: its head would be another"):
-        SGLangFactory.build_clients(config, [], keys=keys)
-    place.write_text(json.dumps({"model_type": "qwen3", "tie_word_embeddings": True}))
-    assert SGLangFactory.build_clients(config, [], keys=keys) == []
+    assert SGLangFactory.build_clients(Config.model_validate(given), [], keys=keys) == []
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "qwen3_next"])
+def test_dense_layers_of_a_family_to_which_sglang_gives_experts_are_refused(
+    tmp_path: Path, family: str
+) -> None:
+    """A real server keeps its random experts there, and leaves the dense layer's tensors out."""
+    model = {"model_type": family, "num_hidden_layers": 4}
+    for experts_alone in ({}, {"mlp_only_layers": [], "decoder_sparse_step": 1}):
+        build_clients(tmp_path, {**model, **experts_alone})
+    # A layer that the model does not have.
+    build_clients(tmp_path, {**model, "mlp_only_layers": [4]})
+    for key, layers in (
+        ({"mlp_only_layers": [1]}, r"\[1\]"),
+        ({"decoder_sparse_step": 2}, r"\[0, 2\]"),
+    ):
+        with pytest.raises(
+            ModelError, match=rf"layers {layers} are dense.* none dense .* {family}"
+        ):
+            build_clients(tmp_path, {**model, **key})
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "glm_moe_dsa"])
+def test_so_is_an_order_of_dense_layers_that_sglang_does_not_read(
+    tmp_path: Path, family: str
+) -> None:
+    kinds = ["dense", "sparse", "sparse"]
+    model = {"model_type": family, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+    for same in ({}, {"mlp_layer_types": kinds}):
+        build_clients(tmp_path, {**model, **same})
+    for other in (kinds[::-1], ["dense", *kinds[:2]]):
+        with pytest.raises(ModelError, match=r"by mlp_layer_types .* makes \[0\] dense"):
+            build_clients(tmp_path, {**model, "mlp_layer_types": other})
