@@ -39,8 +39,11 @@ def training_bytes(
     if stage == layout.pipeline - 1:
         # The head is finished before the layers run backward, so its peak comes first.
         head = _head_bytes(shape, layout, load)
-        head += head_peak_bytes(shape, layout, load) if transient and lm_head else 0
-        backward[-1] = max(backward[-1], saved[-1] + head)
+        peak = head_peak_bytes(shape, layout, load) if transient and lm_head else 0
+        backward[-1] = max(backward[-1], saved[-1] + head + peak)
+        # Multi-token prediction is finished before the head runs backward.
+        predicted = _prediction_bytes(layout.of_stage(shape, stage), layout, load, transient)
+        backward[-1] = max(backward[-1], saved[-1] + head + predicted)
     return round(
         max(
             sum(packs * size for packs, size in zip(in_flight, saved))
@@ -215,7 +218,32 @@ def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> f
     return load.dtype_bytes * rows * shape.hidden
 
 
-def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+def _prediction_bytes(shape: ModelShape, layout: Layout, load: Load, transient: bool) -> float:
+    """Return the most that multi-token prediction holds, which is never recomputed as a whole."""
+    layer = shape.prediction
+    if layer is None:
+        return 0.0
+    b = load.dtype_bytes
+    _, s = _rows(layout, load)
+    rows = s * shape.hidden
+    # The inputs of two norms, and 1 / rms; both together as the input of the projection.
+    total = 2 * (b * rows + 4 * s + _normalised(rows, load)) + 2 * b * rows
+    recompute = "none" if layout.recompute == "full" else layout.recompute
+    total += _layer_bytes(layer, layout, load, recompute) + _head_bytes(shape, layout, load)
+    # Where the last stage has no embedding, it gets the first one's.
+    if layout.pipeline > 1 and not shape.tied:
+        total += b * _vocabulary(shape, layout, load) * shape.hidden
+    if not transient:
+        return total
+    # The weight of the head gets no gradient here.
+    head = head_peak_bytes(shape, layout, load, trains_weight=False)
+    again = _layer_bytes(layer, layout, load, "none") - _layer_bytes(layer, layout, load, recompute)
+    return total + max(head, again + _transient_bytes(layer, layout, load))
+
+
+def head_peak_bytes(
+    shape: ModelShape, layout: Layout, load: Load, *, trains_weight: bool = True
+) -> int:
     """Return what exists only while the head runs backward: tiles of logits, and gradients.
 
     Two tiles, the gradient of the hidden states and a tile's columns of the weight's gradient are
@@ -229,8 +257,9 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     width = max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1)
     width = min(width - (width % 128 if width > 128 else 0), vocabulary)
     height = max(1, min(load.chunk_elements // width, rows))
-    total = 2 * 4 * height * width + b * vocabulary * hidden + 4 * hidden * (rows + width)
-    return total + b * (height * width + hidden * (rows + max(height, width))) * (b < 4)
+    total = 2 * 4 * height * width + 4 * hidden * rows
+    total += b * (height * width + hidden * (rows + max(height, width))) * (b < 4)
+    return total + (b * vocabulary * hidden + 4 * hidden * width) * trains_weight
 
 
 def _layer_bytes(layer: ModelShape, layout: Layout, load: Load, recompute: Recompute) -> float:

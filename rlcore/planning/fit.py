@@ -181,7 +181,9 @@ def publication_groups(layout: Layout, job: Job) -> int:
 
 def outside_bytes(layout: Layout, job: Job) -> dict[str, int]:
     """Return what a rank's GPU holds besides the trainer's tensors, by name."""
-    training = len(training_groups(layout, moe=job.shape.experts > 0, tied=job.shape.tied))
+    shape = job.shape
+    linked = shape.tied or shape.mtp
+    training = len(training_groups(layout, moe=shape.experts > 0, linked=linked))
     publishing = publication_groups(layout, job)
     nccl = training * TRAINING_GROUP + publishing * PUBLICATION_GROUP
     found = {f"NCCL's buffers, {training + publishing} communicators": nccl} if nccl else {}
@@ -190,10 +192,14 @@ def outside_bytes(layout: Layout, job: Job) -> dict[str, int]:
     return found
 
 
-def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
+def training_groups(layout: Layout, *, moe: bool, linked: bool) -> dict[str, int]:
     """Return the sizes of the groups that a rank joins for a training step, by name.
 
-    The rank is on the first or last stage, which share tied embeddings.
+    The rank is on the first or last stage.
+
+    Args:
+        linked: these stages exchange embeddings, which are tied to the head or read by multi-token
+            prediction.
     """
     experts = layout.expert * layout.expert_tensor
     sizes = {
@@ -201,7 +207,7 @@ def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
         "pipeline": layout.pipeline,
         "context": layout.context,
         "data and context": layout.data * layout.context,
-        "embeddings": 2 if tied and layout.pipeline > 1 else 1,
+        "embeddings": 2 if linked and layout.pipeline > 1 else 1,
     }
     if moe:
         sizes["expert"] = layout.expert

@@ -132,19 +132,31 @@ def rank_weights(
     A critic has a value head [H] on every tensor-parallel rank instead of an LM head.
     """
     here = layout.of_stage(shape, stage)
-    moe = here.moe_layers
-    tp = layout.tensor
-    dense = here.mixers / tp + here.norms
-    dense += here.dense_layers * shape.mlp / tp + moe * (shape.shared / tp + shape.router)
-    vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, tp) * shape.hidden / tp
+    weights = _layer_weights(here, layout)
+    if here.prediction is not None:
+        further = _layer_weights(here.prediction, layout)
+        weights = Weights(
+            weights.dense + further.dense + here.joint, weights.expert + further.expert
+        )
+    vocabulary = padded_vocab_size(shape.vocab, vocab_multiple, layout.tensor) * shape.hidden
+    vocabulary //= layout.tensor
     first = stage == 0
     last = stage == layout.pipeline - 1
-    dense += vocabulary * first + shape.hidden * last
+    dense = vocabulary * first + shape.hidden * last
     if value_head:
         dense += shape.hidden * last
     elif last and not (shape.tied and first):
         dense += vocabulary
-    return Weights(round(dense), round(moe * shape.routed / (layout.expert * layout.expert_tensor)))
+    return Weights(weights.dense + dense, weights.expert)
+
+
+def _layer_weights(here: ModelShape, layout: Layout) -> Weights:
+    """Return a rank's parameters of these layers."""
+    moe = here.moe_layers
+    tp = layout.tensor
+    dense = here.mixers / tp + here.norms
+    dense += here.dense_layers * here.mlp / tp + moe * (here.shared / tp + here.router)
+    return Weights(round(dense), round(moe * here.routed / (layout.expert * layout.expert_tensor)))
 
 
 def rank_adapters(

@@ -111,6 +111,7 @@ class ModelShape:
     mlp_layers: tuple[bool, ...] = ()
     # Of each layer, the number of keys up to its own that a query sees (None: all); empty: all.
     windows: tuple[int | None, ...] = ()
+    mtp: bool = False  # a layer like the last one, behind it, is trained to predict further tokens
 
     @classmethod
     def of_fields(
@@ -123,6 +124,7 @@ class ModelShape:
         norm_over_heads: bool = False,
         mlp_layers: tuple[bool, ...] = (),
         windows: tuple[int | None, ...] = (),
+        mtp: bool = False,
     ) -> ModelShape:
         """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
@@ -156,6 +158,7 @@ class ModelShape:
             gated=bool(fields.get("gated_linear_unit", True)),
             mlp_layers=mlp_layers,
             windows=windows,
+            mtp=mtp,
         )
 
     def of_layers(self, layers: range) -> ModelShape:
@@ -168,6 +171,7 @@ class ModelShape:
             recurrent_layers=self.recurrent_layers[here],
             mlp_layers=self.mlp_layers[here],
             windows=self.windows[here],
+            mtp=self.mtp and layers.stop == self.layers,
         )
 
     def joined(self, parts: Iterable[ModelShape]) -> ModelShape:
@@ -180,11 +184,29 @@ class ModelShape:
             recurrent_layers=sum((part.recurrent_layers for part in known), ()),
             mlp_layers=sum((part.mlp_layers for part in known), ()),
             windows=sum((part.windows for part in known), ()),
+            mtp=any(part.mtp for part in known),
         )
 
     def layer_kinds(self) -> list[ModelShape]:
         """Return each layer as a shape of one layer."""
         return [self.of_layers(range(layer, layer + 1)) for layer in range(self.layers)]
+
+    @property
+    def prediction(self) -> ModelShape | None:
+        """The layer for multi-token prediction, as a shape of one layer; None: there is none.
+
+        `joint` is next to it.
+        """
+        last = range(self.layers - 1, self.layers)
+        return replace(self.of_layers(last), mtp=False) if self.mtp else None
+
+    @property
+    def joint(self) -> int:
+        """The weights of three norms and the projection of that layer, whole on each tensor rank.
+
+        The projection maps a hidden state and an embedding to a hidden state.
+        """
+        return 3 * self.hidden + 2 * self.hidden * self.hidden
 
     @property
     def moe_layers(self) -> int:
@@ -281,10 +303,18 @@ class ModelShape:
         return chosen + self.shared + self.router
 
     @property
+    def layer_weights(self) -> int:
+        """The number of weights of all layers."""
+        dense = self.dense_layers * self.mlp
+        experts = self.moe_layers * (self.routed + self.shared + self.router)
+        return self.mixers + self.norms + dense + experts
+
+    @property
     def parameters(self) -> int:
         """The number of all weights of the language model."""
-        blocks = self.mixers + self.norms + self.dense_layers * self.mlp
-        blocks += self.moe_layers * (self.routed + self.shared + self.router)
+        blocks = self.layer_weights
+        if self.prediction is not None:
+            blocks += self.prediction.layer_weights + self.joint
         return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
@@ -316,6 +346,19 @@ class ModelShape:
         """Count the forward FLOPs of the layers."""
         cost = replace(self.cost, linear=2.0 * self.layer_matrices)
         return sum(map(cost, lengths))
+
+    def prediction_flops(self, lengths: Iterable[int], trainable: int) -> float:
+        """Count the FLOPs of multi-token prediction in an update, forward and backward.
+
+        The backward pass takes twice as many as the forward one; at the head as many, whose weight
+        gets no gradient. Scoring passes have none.
+        """
+        if self.prediction is None:
+            return 0.0
+        known = list(lengths)
+        projection = 2.0 * sum(known) * 2 * self.hidden * self.hidden
+        layer = self.prediction.layer_flops(known) + projection
+        return 3.0 * layer + 2.0 * 2.0 * trainable * self.vocab * self.hidden
 
     @property
     def cost(self) -> CostModel:

@@ -137,8 +137,10 @@ def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
         # Without gradients of the weights a backward pass costs as much as a forward pass.
         of_layers *= swept + scoring + _recomputed(shape, layout, stage, job.length)
         of_layers /= fullness(here, layout, job.micro_tokens, gpu)
-        # The head recomputes its logits in the backward pass, whatever the layers recompute.
-        return of_layers + head * (swept + 1.0 + scoring) * (stage == layout.pipeline - 1)
+        predicted = here.prediction_flops([job.length], job.trainable) * job.sequences
+        # A head recomputes its logits in the backward pass, whatever the layers recompute.
+        heads = swept + 1.0 + scoring + shape.mtp
+        return of_layers + predicted + head * heads * (stage == layout.pipeline - 1)
 
     slowest = max(map(of_stage, range(layout.pipeline)))
     return slowest * layout.pipeline / (layout.gpus * gpu.bf16_flops * ARITHMETIC)

@@ -181,16 +181,18 @@ class Utilization:
         lengths = batch.lengths.tolist()
         trainable = batch.num_trainable_each
 
-        def forward(k: int) -> float:
-            chosen = minibatches[k]
-            flops = self.shape.forward_flops(
-                (lengths[i] for i in chosen), sum(trainable[i] for i in chosen)
-            )
-            if plans is None:
-                return flops
-            return flops - self.shape.layer_flops(plans[k].shared)
-
-        once = [forward(k) for k in range(len(minibatches))]
+        sizes = [
+            ([lengths[i] for i in chosen], sum(trainable[i] for i in chosen))
+            for chosen in minibatches
+        ]
+        once = [self.shape.forward_flops(*size) for size in sizes]
+        if plans is not None:
+            once = [flops - self.shape.layer_flops(plan.shared) for flops, plan in zip(once, plans)]
         scored = sum(once) if self.scores_policy else 0.0
-        trained = (once[k % len(once)] for k, done in enumerate(updates) if "lr" in done.metrics)
-        return scored + (2.0 if self.trains_adapters else 3.0) * sum(trained)
+        sweeps = 2.0 if self.trains_adapters else 3.0
+        both = [
+            sweeps * flops + self.shape.prediction_flops(*size) for flops, size in zip(once, sizes)
+        ]
+        return scored + sum(
+            both[k % len(both)] for k, done in enumerate(updates) if "lr" in done.metrics
+        )

@@ -30,6 +30,7 @@ class Case:
         name = f"{self.files[0].split('/')[-1].removesuffix('.yaml')}-{self.model}"
         name += "-tp8" if any("tensor: 8, pipeline: 8" in one for one in self.overrides) else ""
         name += "-moe" if any("recompute_modules: [moe]" in one for one in self.overrides) else ""
+        name += "-mtp" if "policy.mtp_coef=0.1" in self.overrides else ""
         name += "-fp32" if "model.dtype=fp32" in self.overrides else ""
         return f"{name}-shared" if "policy.share_prefixes=on" in self.overrides else name
 
@@ -169,6 +170,23 @@ CASES = [
             8,
         )
         for megatron in ("{}", "{recompute_granularity: selective, recompute_modules: [moe]}")
+    ),
+    # Multi-token prediction, on a stage without the embedding and on the only one.
+    Case(
+        ("recipes/glm-4.5-air-drafts-8nodes.yaml",),
+        "GLM-4.5-Air",
+        13,
+        ("policy.parallel.last_stage_layers=1",),
+    ),
+    Case(
+        ("models/grpo.yaml",),
+        "DeepSeek-V3",
+        4,
+        (
+            "policy.parallel={tensor: 4, expert: 64, expert_tensor: 1, sequence: true}",
+            "policy.mtp_coef=0.1",
+        ),
+        64,
     ),
     # packs so small that the embedding's gradient is the peak
     Case(

@@ -226,7 +226,7 @@ def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
         # A plan takes an optimizer without copies to divide for a plain one.
         layout = replace(layout, distributed=case.get("distributed", False))
         assert found.pop("groups") == training_groups(
-            layout, moe=bool(arch.num_experts), tied=arch.tie_word_embeddings
+            layout, moe=bool(arch.num_experts), linked=arch.tie_word_embeddings
         )
         expected = planned(arch, config, case, size, rank)
         # Of the mean rank of its stage: a plan takes tokens as evenly routed, which a router of

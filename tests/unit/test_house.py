@@ -34,8 +34,9 @@ BUDGETS = {
     "rlcore/interpreters": 150,  # what another environment has
     # 18 commands, tiny models of all families; local, torchrun, Ray, engines beside ranks; service
     "rlcore/launch": 8_145,
-    # bytes and seconds of a layout; states of recurrent layers, layers of one block, windows
-    "rlcore/planning": 1_940,
+    # bytes and seconds of a layout; states of recurrent layers, layers of one block, windows; 90 for
+    # multi-token prediction
+    "rlcore/planning": 2_035,
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices

@@ -120,6 +120,7 @@ class Architecture:
             norm_over_heads=self.table.norm_over_heads,
             mlp_layers=tuple(block == "dense" for block in self.blocks),
             windows=self.windows,
+            mtp=self.mtp,
         )
 
     @cached_property

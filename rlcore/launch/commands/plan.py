@@ -275,6 +275,8 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     policy = config.policy
     passes = job_passes(config)
     sizes = adapter_sizes(config, arch)
+    # Only the policy is trained to predict further tokens.
+    same = replace(arch, mtp=False)
     trained = [
         Trained(
             "policy",
@@ -286,7 +288,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     ]
     if passes.critic:
         given = config.critic
-        own = others.get("critic.path", arch)
+        own = others.get("critic.path", same)
         trained.append(
             Trained(
                 "critic",
@@ -306,7 +308,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         ("teacher", passes.teacher, config.teacher),
     ):
         if is_scored:
-            model = others.get(f"{name}.path", arch)
+            model = others.get(f"{name}.path", same)
             swapped = model.computes_like(arch)
             # The policy's adapters as they were are a few bytes on the host.
             is_policy = bool(sizes) and f"{name}.path" not in others

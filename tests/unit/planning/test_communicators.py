@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.read import read_policy
 from rlcore.config.load import load_config
 from rlcore.launch.commands.dryrun import dry_run
 from rlcore.launch.commands.plan import configured_layout
@@ -56,8 +56,14 @@ NAMES = {
             ("{tensor: 2, pipeline: 2, context: 2, expert: 4, expert_tensor: 1, sequence: true}",),
             16,
         ),
+        # The last stage gets the first one's embedding, which is not its head.
+        (
+            "GLM-4.5-Air",
+            ("{pipeline: 2, tensor: 1, expert: 2, sequence: false}", "policy.mtp_coef=0.1"),
+            4,
+        ),
     ],
-    ids=["dense", "expert_tensor", "all"],
+    ids=["dense", "expert_tensor", "all", "prediction"],
 )
 def test_the_groups_are_those_that_a_step_uses(
     model: str, given: tuple[str, ...], world: int, tmp_path: Path
@@ -67,15 +73,17 @@ def test_the_groups_are_those_that_a_step_uses(
     parallel, *more = given
     overrides = [f"model.path={tmp_path}", f"policy.parallel={parallel}", *more]
     config = load_config([MODELS / "grpo.yaml"], overrides).config
-    said = "\n".join(dry_run(config, world=world, ranks=[0], gpu_memory=1 << 44))
+    said = "\n".join(dry_run(config, world=world, ranks=[world - 1], gpu_memory=1 << 44))
     used = {
         (name, int(size))
         for name, size in re.findall(r" in (\S+_group\S*) of (\d+): ", said)
         if int(size) > 1
     }
-    arch = read_architecture(tmp_path, weights=False)
+    arch = read_policy(config, weights=False)
     layout = configured_layout(config, arch, world)
-    groups = training_groups(layout, moe=arch.shape.experts > 0, tied=arch.shape.tied)
+    groups = training_groups(
+        layout, moe=arch.shape.experts > 0, linked=arch.shape.tied or arch.shape.mtp
+    )
     assert {(NAMES[name], size) for name, size in groups.items()} == used
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from backends.megatron.convert.architecture import weight_tensors
-from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.read import read_architecture, with_prediction
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan
@@ -74,6 +74,43 @@ def test_so_have_the_other_families(name: str, billions: float) -> None:
     published = sum(math.prod(shape) for _, shape, _ in weight_tensors(arch, "bfloat16", "lm"))
     # A plan leaves out the bias of the routers.
     assert arch.shape.parameters == pytest.approx(published, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5-Air", "DeepSeek-V3"])
+def test_the_layer_for_multi_token_prediction_has_the_weights_of_its_tensors(name: str) -> None:
+    arch = read_architecture(EXAMPLES / name, weights=False)
+    predicting = with_prediction(arch)
+    sizes = [
+        sum(math.prod(shape) for _, shape, _ in weight_tensors(one, "bfloat16", "lm"))
+        for one in (arch, predicting)
+    ]
+    added = predicting.shape.parameters - arch.shape.parameters
+    # A plan leaves out the bias of the router.
+    assert added == sizes[1] - sizes[0] - arch.num_experts
+    assert added > 1e9
+    # Scoring passes, and so the balance of ranks, leave it out.
+    assert predicting.shape.cost == arch.shape.cost
+    *others, last = predicting.shape.layer_kinds()
+    assert last.prediction == arch.shape.layer_kinds()[-1]
+    assert {layer.prediction for layer in others} == {None}
+    parts = [predicting.shape.of_layers(one) for one in (range(3), range(3, arch.num_layers))]
+    assert predicting.shape.joined(parts) == predicting.shape
+
+
+def test_flops_of_multi_token_prediction() -> None:
+    """The head's weight and the hidden states get no gradient from it."""
+    predicting = replace(TINY, mtp=True)
+    assert TINY.prediction_flops([3, 4], 5) == 0
+    own = TINY_LAYERS // 2 + 2 * 8 * 8
+    attention = 2 * 12 * (9 + 16)
+    assert predicting.prediction_flops([3, 4], 5) == (
+        3 * (2 * own * 7 + attention) + 2 * (2 * 8 * 11 * 5)
+    )
+    batch = make_batch()
+    meter = Utilization(predicting, 1e6, scores_policy=True)
+    assert meter.flops(batch, [[0, 1, 2]], updates(1)) == (
+        4 * TINY.forward_flops([4, 3, 5], 7) + predicting.prediction_flops([4, 3, 5], 7)
+    )
 
 
 def test_forward_flops_of_a_dense_model() -> None:
@@ -148,7 +185,7 @@ def test_a_layer_of_one_block_has_one_norm_and_no_other_block() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
 def test_a_layer_with_a_window_counts_the_keys_that_its_queries_see(length: int) -> None:
-    """n^2 / 2 counts half of each query's own key; so do queries that the window cuts nothing off."""
+    """As n^2 / 2 counts half of a query's own key, so does a query that sees all keys."""
     windowed = replace(TINY, windows=(None, 4))
     positions = torch.arange(length)
     behind = positions[:, None] - positions

@@ -148,6 +148,29 @@ def test_a_critic_with_a_folder_of_its_own_has_its_sizes(plan, tmp_path: Path) -
     assert 0.4 < critic_weights(f"critic.path={shallow}") / critic_weights() < 0.65
 
 
+def test_the_policy_alone_has_a_layer_for_further_tokens(plan) -> None:
+    layout = "policy.parallel={tensor: 4, expert: 16, expert_tensor: 1, sequence: true}"
+    ppo = (
+        "--trainer-gpus",
+        "64",
+        "algorithm.estimator.name=ppo",
+        "reference.offload=false",
+        layout,
+    )
+
+    def weights(*arguments: str) -> dict[str, float]:
+        out = plan(*ppo, *arguments, model="GLM-4.5-Air")[1]
+        return {name: float(size) for size, name in re.findall(r"([\d.]+) GiB  (\w+) weights", out)}
+
+    without = weights()
+    predicting = weights("policy.mtp_coef=0.1")
+    # A layer of 8 experts, and on every rank the projection [4096, 8192].
+    added = (8 * 3 * 4096 * 1408 + 2 * 4096**2) * 2 / 2**30
+    assert predicting.pop("policy") - without.pop("policy") == pytest.approx(added, rel=0.5)
+    assert set(without) == {"reference", "critic"}
+    assert predicting == without
+
+
 def room(out: str) -> str:
     """Return the line on the room of an engine."""
     (line,) = [line.strip() for line in out.splitlines() if re.search(r" engine of TP \d+: ", line)]
