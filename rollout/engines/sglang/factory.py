@@ -28,6 +28,8 @@ from rollout.engines.sglang.server_process import ManagedServer
 UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite"})
 # Those of which every layer has experts there, whatever config.json says.
 EXPERTS_IN_ALL_LAYERS = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next"})
+# Keys without which SGLang leaves norms, biases or rotary positions out that the family has.
+NEEDED = {"minimax_m2": ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim")}
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
@@ -164,7 +166,7 @@ class SGLangFactory:
         """See `HostedFactory`.
 
         Raises ModelError for a model with tied embeddings for which SGLang makes a separate head,
-        which no publication would write, and as `check_dense_layers`.
+        which no publication would write, for a key that SGLang needs, and as `check_dense_layers`.
         """
         model = read_config(config.model.path)
         family = model.get("model_type")
@@ -174,6 +176,12 @@ class SGLangFactory:
                 f" does not read for {family}: its head would be another one, of random numbers."
                 " Take a folder with a head (`rlcore init-model --no-tied`), or"
                 " rollout.engine.kind: embedded"
+            )
+        if missing := [key for key in NEEDED.get(str(family), ()) if key not in model]:
+            raise ModelError(
+                f"model.path: {config.model.path} has a config.json without {', '.join(missing)},"
+                f" from which SGLang {VERSION} knows of the norms of Q and K, the routers' biases"
+                " and the rotated part of a head; add them"
             )
         check_dense_layers(config.model.path, model)
         return [

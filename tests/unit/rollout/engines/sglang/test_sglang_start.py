@@ -455,6 +455,19 @@ def test_dense_layers_of_a_family_to_which_sglang_gives_experts_are_refused(
             build_clients(tmp_path, {**model, **key})
 
 
+@pytest.mark.parametrize("key", ["use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"])
+def test_so_is_a_folder_of_minimax_without_a_key_that_sglang_needs(
+    tmp_path: Path, key: str
+) -> None:
+    """transformers does not write them, and SGLang leaves out what they do not ask for."""
+    place = Path(__file__).parents[5] / "examples/models/MiniMax-M2/config.json"
+    model = json.loads(place.read_text())
+    build_clients(tmp_path, model)
+    del model[key]
+    with pytest.raises(ModelError, match=rf"config.json without {key}, from which SGLang"):
+        build_clients(tmp_path, model)
+
+
 @pytest.mark.parametrize("family", ["glm4_moe_lite", "glm_moe_dsa"])
 def test_so_is_an_order_of_dense_layers_that_sglang_does_not_read(
     tmp_path: Path, family: str
