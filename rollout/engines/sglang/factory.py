@@ -30,6 +30,7 @@ UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_l
 EXPERTS_IN_ALL_LAYERS = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next"})
 # Keys without which SGLang leaves norms, biases or rotary positions out that the family has.
 NEEDED = {"minimax_m2": ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim")}
+GATED_DELTA = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
@@ -68,6 +69,21 @@ def check_dense_layers(folder: str, model: Mapping[str, Any]) -> None:
             f"model.path: {folder} says by {key} that layers {dense} are dense, but SGLang"
             f" {VERSION} makes {made or 'none'} dense for {family}, and computes with random"
             " numbers where no tensor fits; take rollout.engine.kind: embedded"
+        )
+
+
+def check_attention_layers(folder: str, model: Mapping[str, Any]) -> None:
+    """Raise ModelError for layers with attention where SGLang makes gated delta rules, or back."""
+    text = model.get("text_config") or model
+    if text.get("model_type") not in GATED_DELTA or not (kinds := text.get("layer_types")):
+        return
+    every = text.get("full_attention_interval") or 4
+    made = ["linear_attention" if (k + 1) % every else "full_attention" for k in range(len(kinds))]
+    if kinds != made:
+        raise ModelError(
+            f"model.path: {folder} has layer_types {kinds}, but SGLang {VERSION} goes by"
+            f" full_attention_interval, {every}: set it to the distance of layers with"
+            " full_attention, or take rollout.engine.kind: embedded"
         )
 
 
@@ -166,7 +182,7 @@ class SGLangFactory:
         """See `HostedFactory`.
 
         Raises ModelError for a model with tied embeddings for which SGLang makes a separate head,
-        which no publication would write, for a key that SGLang needs, and as `check_dense_layers`.
+        which no publication would write, and for others of which SGLang makes another model.
         """
         model = read_config(config.model.path)
         family = model.get("model_type")
@@ -184,6 +200,7 @@ class SGLangFactory:
                 " and the rotated part of a head; add them"
             )
         check_dense_layers(config.model.path, model)
+        check_attention_layers(config.model.path, model)
         return [
             SGLangEngine(
                 server,

@@ -468,6 +468,21 @@ def test_so_is_a_folder_of_minimax_without_a_key_that_sglang_needs(
         build_clients(tmp_path, model)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_so_are_layer_types_that_sglang_does_not_read(tmp_path: Path, inside: bool) -> None:
+    linear, full = "linear_attention", "full_attention"
+
+    def build(kinds: list[str], **more: int) -> None:
+        text = {"model_type": "qwen3_5_text", "layer_types": kinds, **more}
+        build_clients(tmp_path, {"model_type": "qwen3_5", "text_config": text} if inside else text)
+
+    build([linear, linear, linear, full])
+    build([linear, full] * 2, full_attention_interval=2)
+    for kinds, more in (([linear, full] * 2, {}), ([full, linear], {"full_attention_interval": 2})):
+        with pytest.raises(ModelError, match=r"layer_types .* goes by full_attention_interval"):
+            build(kinds, **more)
+
+
 @pytest.mark.parametrize("family", ["glm4_moe_lite", "glm_moe_dsa"])
 def test_so_is_an_order_of_dense_layers_that_sglang_does_not_read(
     tmp_path: Path, family: str
