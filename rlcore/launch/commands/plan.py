@@ -275,8 +275,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     policy = config.policy
     passes = job_passes(config)
     sizes = adapter_sizes(config, arch)
-    # Only the policy is trained to predict further tokens.
-    same = replace(arch, mtp=False)
+    without_mtp = replace(arch, mtp=False)
     trained = [
         Trained(
             "policy",
@@ -288,7 +287,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     ]
     if passes.critic:
         given = config.critic
-        own = others.get("critic.path", same)
+        own = others.get("critic.path", without_mtp)
         trained.append(
             Trained(
                 "critic",
@@ -308,7 +307,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         ("teacher", passes.teacher, config.teacher),
     ):
         if is_scored:
-            model = others.get(f"{name}.path", same)
+            model = others.get(f"{name}.path", without_mtp)
             swapped = model.computes_like(arch)
             # The policy's adapters as they were are a few bytes on the host.
             is_policy = bool(sizes) and f"{name}.path" not in others
