@@ -78,14 +78,17 @@ def checkpoint_to_hf(
         read: Read = partial(stored.as_hf, arch=arch)
         if lora is not None:
             base = Path(described["adapters"]["base"])
-            factors = {entry.megatron: stored.read(KEY + entry.megatron)
-                       for entry, _ in factor_rows(arch, lora)}  # fmt: skip
+            factors = {}
+            for entry, shape in factor_rows(arch, lora):
+                saved = stored.as_hf(replace(entry, megatron=KEY + entry.megatron), arch)
+                whole = torch.cat([part.flatten(0, -2) for part in saved])
+                factors[entry.megatron] = whole.view(shape)
             if not merged:
                 narrow = {name: factor.to(dtype) for name, factor in factors.items()}
                 write_peft(folder, arch, lora, base, narrow)
                 return
             below = _reader(base, arch, stack)
-            read = partial(_merged, read=below, factors=factors, lora=lora)
+            read = partial(_merged, read=below, factors=factors, lora=lora, arch=arch)
         elif merged:
             raise ModelError(f"{checkpoint}: it has all weights, there is nothing to merge")
         sources = (arch.folder, tokenizer or arch.folder)
@@ -147,14 +150,16 @@ def _reader(base: Path, arch: Architecture, stack: ExitStack) -> Read:
 
 
 def _merged(
-    entry: Entry, read: Read, factors: Mapping[str, Tensor], lora: LoraConfig
+    entry: Entry, read: Read, factors: Mapping[str, Tensor], lora: LoraConfig, arch: Architecture
 ) -> list[Tensor]:
     """An entry's parts with the products of their adapters, added in fp32."""
     found = []
-    for part, tensor in zip(entry.parts, read(entry), strict=True):
+    for index, (part, tensor) in enumerate(zip(entry.parts, read(entry), strict=True)):
         module = part.name.removesuffix(".weight")
         if (b := factors.get(f"{module}.lora_B.weight")) is not None:
             a = factors[f"{module}.lora_A.weight"].float()
+            # The rows of the part.
+            b = _whole(entry, index, arch).of(b)
             product = (b.float() @ a).mul_(lora.alpha / a.size(0))
             tensor = product.view(tensor.shape).add_(tensor)
         found.append(tensor)

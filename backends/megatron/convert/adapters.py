@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from backends.megatron.convert.architecture import Architecture, part_shapes
-from backends.megatron.convert.table import Entry, Split
+from backends.megatron.convert.architecture import Architecture, tensor_shapes
+from backends.megatron.convert.table import Entry, Part, Split
 from rlcore.config.sections.policy import LoraConfig
 from rlcore.errors import ConfigError
 
@@ -24,15 +24,13 @@ class Adapted:
     """One Megatron weight with adapters on some of its Hugging Face matrices."""
 
     entry: Entry
-    pieces: tuple[int, ...]  # indices among the entry's matrices
+    pieces: tuple[int, ...]  # indices among the entry's matrices, `Entry.names`
     rank: int
 
     @property
     def modules(self) -> dict[int, str]:
         """Index of each matrix -> its layer's name in transformers: `...self_attn.q_proj`."""
-        return {
-            index: self.entry.parts[index].name.removesuffix(".weight") for index in self.pieces
-        }
+        return {index: self.entry.names[index].removesuffix(".weight") for index in self.pieces}
 
 
 def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]:
@@ -52,8 +50,8 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
         rank = config.rank if entry.expert is None else expert_rank
         pieces = tuple(
             index
-            for index, part in enumerate(entry.parts)
-            if {ALL_LINEAR, target_name(part.name)} & set(config.targets)
+            for index, name in enumerate(entry.names)
+            if {ALL_LINEAR, target_name(name)} & set(config.targets)
         )
         if pieces and rank:
             found[entry.megatron] = Adapted(entry, pieces, rank)
@@ -74,7 +72,7 @@ def adapted_layers(arch: Architecture, config: LoraConfig) -> dict[str, Adapted]
 def linear_entries(arch: Architecture) -> Iterator[Entry]:
     """The weights that can have adapters, in the order of a forward pass."""
     for entry in arch.entries():
-        if _is_linear(entry) and len(entry.names) == len(entry.parts):
+        if _is_linear(entry) and _takes_adapters(entry):
             yield entry
 
 
@@ -84,12 +82,21 @@ def _is_linear(entry: Entry) -> bool:
     return is_matrix and entry.split in _LINEAR and entry.megatron.endswith(".weight")
 
 
+def _takes_adapters(entry: Entry) -> bool:
+    """Whether B has an order that every layout shares, in which ranks hold consecutive rows.
+
+    That is the order of the weight, if its groups are whole on each rank; heads of attention may be
+    divided.
+    """
+    return len(entry.names) == len(entry.parts) or entry.group != "head"
+
+
 def _check_parts(arch: Architecture, config: LoraConfig) -> None:
     """Refuse targets in a weight that has one matrix of several parts."""
     for entry in filter(_is_linear, arch.entries()):
         names = sorted(set(map(target_name, entry.names)))
         wrong = {ALL_LINEAR, *names} & set(config.targets)
-        if len(entry.names) < len(entry.parts) and wrong:
+        if wrong and not _takes_adapters(entry):
             raise ConfigError(
                 f"policy.lora.targets: {min(wrong)!r} targets {', '.join(names)} of {arch.family},"
                 " where a matrix has several parts and cannot have an adapter; name other layers,"
@@ -108,28 +115,32 @@ def target_name(tensor: str) -> str:
     return tensor.split(".")[-2]
 
 
-def factor_entries(arch: Architecture, adapted: Adapted) -> list[tuple[Entry, tuple[int, int]]]:
+def factor_entries(arch: Architecture, adapted: Adapted) -> list[tuple[Entry, tuple[int, ...]]]:
     """A row of the conversion table for each A and B of a weight, and the factor's whole shape.
 
     TP splits B of a column-parallel and A of a row-parallel layer, along the same dimension as the
-    weight; the other is whole on all ranks.
+    weight; the other is whole on all ranks. The rows of B are in the order of the weight's rows.
     """
-    by_row = adapted.entry.split is Split.ROW
-    splits = (Split.ROW, Split.REPLICATED) if by_row else (Split.REPLICATED, Split.COLUMN)
-    shapes = part_shapes(arch, adapted.entry)
+    entry = adapted.entry
+    by_row = entry.split is Split.ROW
     found = []
-    for index, module in adapted.modules.items():
-        out, width = shapes[index]
-        factors = {"lora_A": (adapted.rank, width), "lora_B": (out, adapted.rank)}
-        for (factor, shape), split in zip(factors.items(), splits):
-            name = f"{module}.{factor}.weight"
-            part = replace(adapted.entry.parts[index], name=name)
-            row = replace(adapted.entry, megatron=name, parts=(part,), split=split)
-            found.append((row, shape))
+    for module in adapted.modules.values():
+        own = [part for part in entry.parts if part.name == f"{module}.weight"]
+        a = Part(f"{module}.lora_A.weight", (adapted.rank, own[0].shape[1]))
+        b = [
+            replace(part, name=f"{module}.lora_B.weight", shape=(part.shape[0], adapted.rank))
+            for part in own
+        ]
+        by_column = Split.COLUMN if len(own) == 1 else entry.split
+        splits = (Split.ROW, Split.REPLICATED) if by_row else (Split.REPLICATED, by_column)
+        for parts, split in zip(((a,), tuple(b)), splits):
+            name = parts[0].name
+            row = replace(entry, megatron=name, parts=parts, split=split)
+            found.append((row, tensor_shapes(arch, row)[name]))
     return found
 
 
-def factor_rows(arch: Architecture, config: LoraConfig) -> list[tuple[Entry, tuple[int, int]]]:
+def factor_rows(arch: Architecture, config: LoraConfig) -> list[tuple[Entry, tuple[int, ...]]]:
     """The rows of `factor_entries` for a whole model, in the order of a forward pass."""
     layers = adapted_layers(arch, config).values()
     return [row for adapted in layers for row in factor_entries(arch, adapted)]

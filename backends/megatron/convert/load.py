@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.adapters import factor_rows
 from backends.megatron.convert.architecture import Architecture, tensor_shapes
-from backends.megatron.convert.layout import (
-    Piece,
-    Slice,
-    owned_parameters,
-    pack,
-    piece_of,
-    tp_slice,
-)
+from backends.megatron.convert.layout import Piece, Slice, owned_parameters, pack, piece_of
 from backends.megatron.convert.peft_folder import check_settings
 from backends.megatron.convert.read import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
@@ -238,6 +231,9 @@ def load_adapters(
             if entry.megatron not in factors:
                 continue
             rank, size = parallel.split_of(expert=entry.expert is not None)
-            part = tp_slice(entry.split, shape, rank, size, 0)
             name = PEFT_PREFIX + entry.parts[0].name
-            factors[entry.megatron].copy_(source.read(name, shape, part))
+            pieces = [
+                source.read_piece(name, shape, piece_of(entry, index, arch, rank, size, 0))
+                for index in range(len(entry.parts))
+            ]
+            pack(entry.split, pieces, arch.sizes[entry.group], factors[entry.megatron])

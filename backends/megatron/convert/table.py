@@ -63,11 +63,11 @@ class Split(Enum):
 class Part:
     """One matrix or vector of a model: a whole Hugging Face tensor, or some of its rows.
 
-    Sizes are named: see `Architecture.sizes`.
+    Sizes are named: see `Architecture.sizes`. The rank of an adapter is a number.
     """
 
     name: str
-    shape: tuple[str, ...]
+    shape: tuple[str | int, ...]
     # The parts that come before it in the tensor: their numbers of rows.
     after: tuple[str, ...] = ()
     # Every so many rows of the tensor belong to the part, from row `phase` on.
@@ -80,7 +80,7 @@ class Part:
 
     def sizes(self, known: Mapping[str, int]) -> tuple[int, ...]:
         """The shape in numbers."""
-        return tuple(known[size] for size in self.shape)
+        return tuple(size if isinstance(size, int) else known[size] for size in self.shape)
 
     def first_row(self, known: Mapping[str, int]) -> int:
         """Its first row in the tensor."""

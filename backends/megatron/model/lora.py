@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.adapters import Adapted, adapted_layers
 from backends.megatron.convert.architecture import Architecture, part_shapes
-from backends.megatron.convert.layout import owned_parameters, tp_slice, unwrap
+from backends.megatron.convert.layout import owned_parameters, tp_slice, unpack, unwrap
 from backends.megatron.convert.table import Split
 from rlcore.config.sections.policy import LoraConfig
 
@@ -64,19 +64,22 @@ class Adapter(nn.Module):
     """The factors of one layer, and what the layer's forward pass adds.
 
     Args:
-        rows: this rank's rows of every matrix of the layer, adapted or not.
+        part_rows: this rank's rows of every part of the layer's weight, adapted or not.
         group_rows: the size of `Entry.group`.
     """
 
     def __init__(
-        self, layer: Any, adapted: Adapted, rows: Sequence[int], group_rows: int, scale: float
+        self, layer: Any, adapted: Adapted, part_rows: Sequence[int], group_rows: int, scale: float
     ) -> None:
         super().__init__()
-        self.weight_name = adapted.entry.megatron
+        self.entry = adapted.entry
         self.scale = scale
-        self.split = adapted.entry.split
-        self.rows = list(rows)
+        self.part_rows = list(part_rows)
         self.group_rows = group_rows
+        # Of every matrix, all its parts together.
+        self.rows = [
+            sum(part_rows[k] for k in parts) for parts in map(self.parts, self.entry.names)
+        ]
         self.by_column = isinstance(layer, ColumnParallelLinear)
         self.group: ProcessGroup = layer.tp_group
         # Experts exchange tokens themselves.
@@ -98,6 +101,10 @@ class Adapter(nn.Module):
             for factor in (cut, whole):
                 # By this mark Megatron tells the parameters of experts.
                 factor.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+
+    def parts(self, name: str) -> list[int]:
+        """The indices of the parts of a matrix, by its tensor's name."""
+        return [k for k, part in enumerate(self.entry.parts) if part.name == name]
 
     def factors(self) -> Iterator[Factors]:
         """The factors of the adapted matrices."""
@@ -152,10 +159,10 @@ class Adapter(nn.Module):
             before = rank * place[index]
             after = rank * (len(found) - place[index] - 1)
             blocks.append(F.pad(found[place[index]], (before, after)))
-        if self.split is not Split.QKV:
+        if self.entry.split is not Split.QKV:
             return torch.cat(blocks)
         # Rows of q, k and v alternate group by group; a rank may have part of one group.
-        groups = max(self.rows[1] // self.group_rows, 1)
+        groups = max(self.part_rows[1] // self.group_rows, 1)
         by_group = [block.view(groups, -1, block.size(1)) for block in blocks]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
@@ -262,11 +269,22 @@ def grouped(
 
 @torch.no_grad()
 def delta(adapter: Adapter, index: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """What an adapter adds to this rank's part of a matrix of its layer; None for no factors."""
-    if str(index) not in adapter.pieces:
+    """What an adapter adds to this rank's piece of a part of its layer's weight.
+
+    Returns None for a part without factors.
+    """
+    entry = adapter.entry
+    name = entry.parts[index].name
+    matrix = str(entry.names.index(name))
+    if matrix not in adapter.pieces:
         return None
-    factors: Any = adapter.pieces[str(index)]
-    return adapter.scale * (factors.b.to(dtype) @ factors.a.to(dtype))
+    factors: Any = adapter.pieces[matrix]
+    own = adapter.parts(name)
+    b = factors.b
+    if len(own) > 1:
+        pieces = unpack(entry.split, b, adapter.group_rows, [adapter.part_rows[k] for k in own])
+        b = pieces[own.index(index)].flatten(0, -2)
+    return adapter.scale * (b.to(dtype) @ factors.a.to(dtype))
 
 
 def named_factors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ publication.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -340,12 +340,7 @@ class WeightExporter:
     def _piece(self, entry: Entry, index: int, at: _Coordinates) -> Piece:
         p = self.parallel
         rank, size = (at.tp, p.tp_size) if entry.expert is None else (at.etp, p.etp_size)
-        piece = piece_of(entry, index, self.arch, rank, size, self._padded_vocab)
-        # A factor of an adapter is split like its matrix, and has another width.
-        part = entry.parts[index]
-        if part.of_experts or len(entry.names) < len(entry.parts):
-            return piece
-        return replace(piece, shape=piece.split.shape(self._shapes[part.name]))
+        return piece_of(entry, index, self.arch, rank, size, self._padded_vocab)
 
     def _copy_own(self, part: SentPart, out: Tensor) -> None:
         """Copy this rank's piece of a tensor into `out`, with the dtype and shape of `out`."""

@@ -110,5 +110,5 @@ def exported(
         return Exported([entry for entry, _ in rows], specs, named_factors(chunks), {})
     owned = owned_parameters(chunks, arch)
     held = {entry.megatron: param for entry, param, copy in owned if not copy}
-    merging = {one.weight_name: one for one in adapters(chunks)} if merged else {}
+    merging = {one.entry.megatron: one for one in adapters(chunks)} if merged else {}
     return Exported(model_entries(arch, head), weight_specs(arch, dtype, head), held, merging)

@@ -45,6 +45,25 @@ def check_adapters_on_cpu(model: str, targets: Collection[str]) -> None:
         )
 
 
+def check_adapters(folder: str, targets: Collection[str]) -> None:
+    """Raise ConfigError for adapters that SGLang does not compute on any device.
+
+    It takes Qwen3-Next's output gates for no rows of `q_proj`, and one matrix of Qwen3.5's
+    `in_proj_qkv` and `in_proj_z` together.
+    """
+    model = read_config(folder)
+    family = (model.get("text_config") or model).get("model_type")
+    wrong = [name for name in targets if name.startswith("in_proj") or name == "all-linear"]
+    if family == "qwen3_next":
+        wrong = list(targets)
+    if family in GATED_DELTA and wrong:
+        raise ConfigError(
+            f"policy.lora.targets: got {', '.join(wrong)}, of which SGLang {VERSION} takes no"
+            f" adapters for {family}: set policy.lora.merged to true, or rollout.engine.kind to"
+            " embedded" + ("" if family == "qwen3_next" else ", or take other targets")
+        )
+
+
 def check_dense_layers(folder: str, model: Mapping[str, Any]) -> None:
     """Raise ModelError for dense layers in whose place SGLang makes experts, or the reverse.
 
@@ -201,6 +220,11 @@ class SGLangFactory:
             )
         check_dense_layers(config.model.path, model)
         check_attention_layers(config.model.path, model)
+        lora = published_adapters(config)
+        policies = read_policies(config.rollout.policies)
+        if lora is not None:
+            others = (name for folder in policies.values() for name in folder.targets)
+            check_adapters(config.model.path, [*lora.targets, *others])
         return [
             SGLangEngine(
                 server,
@@ -208,8 +232,8 @@ class SGLangFactory:
                 keys=keys,
                 model_path=config.model.path,
                 tls=config.cluster.tls,
-                lora=published_adapters(config),
-                policies=read_policies(config.rollout.policies),
+                lora=lora,
+                policies=policies,
                 trains_draft=config.policy.mtp_coef > 0 and not has_own_draft(config),
             )
             for server in servers

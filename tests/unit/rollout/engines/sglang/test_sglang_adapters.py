@@ -17,7 +17,7 @@ from rlcore.errors import ConfigError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.weights import Bucket, TensorSpec, are_factors, raw_bytes
 from rollout.engines.sglang.adapters import server_arguments
-from rollout.engines.sglang.factory import ATTENTION, check_adapters_on_cpu
+from rollout.engines.sglang.factory import ATTENTION, check_adapters, check_adapters_on_cpu
 from rollout.weight_sync.adapter import AdapterSender, PackedAdapter
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
@@ -77,6 +77,30 @@ def test_all_linear_layers_are_named_without_head_embedding_and_routers(
     init_model(tmp_path / "model", ModelSpec(family=family, **SIZES, **experts))
     named = server_arguments(LoraConfig(), "cuda", str(tmp_path / "model"))["lora_target_modules"]
     assert named == sorted({*attention, "gate_proj", "up_proj", "down_proj"})
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "wrong"),
+    [
+        ("qwen3_5_text", ["q_proj", "in_proj_qkv", "out_proj"], "in_proj_qkv"),
+        ("qwen3_5_moe_text", ["all-linear"], "all-linear"),
+        ("qwen3_next", ["q_proj", "o_proj"], "q_proj, o_proj"),
+    ],
+)
+def test_what_sglang_does_not_compute_of_gated_delta_rules_is_refused(
+    tmp_path: Path, family: str, targets: list[str], wrong: str
+) -> None:
+    place = tmp_path / "config.json"
+    for model in ({"model_type": family}, {"text_config": {"model_type": family}}):
+        place.write_text(json.dumps(model))
+        with pytest.raises(
+            ConfigError, match=rf"targets: got {wrong}, of which SGLang .* {family}"
+        ):
+            check_adapters(str(tmp_path), targets)
+    place.write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    check_adapters(str(tmp_path), ["q_proj", "out_proj"])
+    place.write_text(json.dumps({"model_type": "qwen3"}))
+    check_adapters(str(tmp_path), ["all-linear"])
 
 
 def test_on_a_cpu_layers_with_experts_take_none(tmp_path: Path) -> None:
