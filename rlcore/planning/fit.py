@@ -68,7 +68,7 @@ def needs(layout: Layout, job: Job) -> Needs:
 def _with_publications(found: Needs, layout: Layout, job: Job) -> Needs:
     """Add publications, NCCL and a sleeping engine to the needs of a stage."""
     phases = dict(found.phases)
-    resident = {**found.resident, **outside_bytes(layout, job)}
+    resident = {**found.resident, **outside_bytes(layout, job, found.stage)}
     if (published := job.publication) is not None:
         # Buffers stay, unless colocated engines get their memory. Such engines hold their weights
         # at the same time, and read copies of two buckets.
@@ -179,10 +179,10 @@ def publication_groups(layout: Layout, job: Job) -> int:
     return exchanges_parts + broadcasts + job.publication.engines_of_a_sender(layout)
 
 
-def outside_bytes(layout: Layout, job: Job) -> dict[str, int]:
-    """Return what a rank's GPU holds besides the trainer's tensors, by name."""
+def outside_bytes(layout: Layout, job: Job, stage: int = 0) -> dict[str, int]:
+    """Return what the GPU of a rank of a stage holds besides the trainer's tensors, by name."""
     shape = job.shape
-    linked = shape.tied or shape.mtp
+    linked = (shape.tied or shape.mtp) and stage in (0, layout.pipeline - 1)
     training = len(training_groups(layout, moe=shape.experts > 0, linked=linked))
     publishing = publication_groups(layout, job)
     nccl = training * TRAINING_GROUP + publishing * PUBLICATION_GROUP
@@ -195,11 +195,9 @@ def outside_bytes(layout: Layout, job: Job) -> dict[str, int]:
 def training_groups(layout: Layout, *, moe: bool, linked: bool) -> dict[str, int]:
     """Return the sizes of the groups that a rank joins for a training step, by name.
 
-    The rank is on the first or last stage.
-
     Args:
-        linked: these stages exchange embeddings, which are tied to the head or read by multi-token
-            prediction.
+        linked: the rank's stage, the first or last one, exchanges embeddings with the other, which
+            are tied to the head or read by multi-token prediction.
     """
     experts = layout.expert * layout.expert_tensor
     sizes = {

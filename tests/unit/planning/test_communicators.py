@@ -15,6 +15,7 @@ from rlcore.launch.commands.dryrun import dry_run
 from rlcore.launch.commands.plan import configured_layout
 from rlcore.planning.fit import (
     SLEEPING_ENGINE,
+    TRAINING_GROUP,
     needs,
     outside_bytes,
     publication_groups,
@@ -135,6 +136,16 @@ def test_bytes_are_those_that_were_measured() -> None:
     expert = replace(layout, expert=2, expert_tensor=2)
     assert sum(outside_bytes(expert, job_of(None, moe)).values()) == pytest.approx(9.5e9, rel=0.3)
     assert outside_bytes(Layout(), job_of(None)) == {}
+
+
+def test_the_first_and_the_last_stage_alone_exchange_embeddings() -> None:
+    layout = Layout(pipeline=4)
+    for shape in (replace(DENSE, tied=True), replace(DENSE, mtp=True)):
+        ends, *middle, last = (
+            sum(outside_bytes(layout, job_of(None, shape), stage).values()) for stage in range(4)
+        )
+        assert ends == last
+        assert middle == [ends - TRAINING_GROUP] * 2
 
 
 def test_a_colocated_engine_keeps_something_while_it_sleeps() -> None:
