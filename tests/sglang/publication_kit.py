@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from server_kit import Served
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlcore.adapter_folder import read_policies
 from rlcore.config import Config
@@ -260,9 +260,8 @@ class Oracle:
 
     def __init__(self, folder: Path, weights: Weights) -> None:
         self._model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32
+            language_config(str(folder)), dtype=torch.float32
         ).eval()
-        self._model.config.published_prefix = language_config(str(folder)).published_prefix
         with torch.no_grad():
             for name, held in as_published(self._model):
                 held.copy_(weights[name])

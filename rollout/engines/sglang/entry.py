@@ -160,6 +160,7 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     if args.device == "cpu":
         importlib.import_module("stubs").install_gated_delta_rule()
         importlib.import_module("stubs").install_shared_expert_gate()
+        importlib.import_module("stubs").install_norm_over_heads()
     if args.device == "cpu" and args.attn_dp_size > 1:
         importlib.import_module("stubs").install_data_parallel_attention()
     patches = load_beside("patches")

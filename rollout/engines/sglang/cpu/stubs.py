@@ -80,6 +80,33 @@ def install_shared_expert_gate() -> None:
     elementwise.fused_gate_sigmoid_mul_add = add_gated
 
 
+def install_norm_over_heads() -> None:
+    """Give SGLang MiniMax-M2's norm over all heads, of which it has Triton's kernels alone."""
+    from sglang.srt.models import minimax_m2
+
+    def sum_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """[2 n] of [n, width of a rank's heads], which the ranks then add up."""
+        return torch.cat([x.float().square().sum(-1) for x in (query, key)])
+
+    def normalise(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        sums: torch.Tensor,
+        ranks: int = 1,
+        eps: float = 1e-5,
+    ) -> tuple[torch.Tensor, ...]:
+        each = zip((query, key), (query_weight, key_weight), sums.chunk(2))
+        return tuple(
+            (x.float() * torch.rsqrt(total[:, None] / (x.size(-1) * ranks) + eps) * weight).to(x)
+            for x, weight, total in each
+        )
+
+    minimax_m2.rms_sumsq_serial = sum_squares
+    minimax_m2.rms_apply_serial = normalise
+
+
 def install_data_parallel_attention() -> None:
     """Give SGLang the length of the sequences that pad a data-parallel rank's batch.
 
