@@ -14,11 +14,17 @@ KNOWN_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # `model_type` of a model that has a language model -> the beginning of the tensors' names in the
 # language model of transformers, and in a folder.
 PREFIXES = {
+    "gemma3": ("", "language_model."),
     "mistral3": ("", "language_model."),
     "kimi_k25": ("", "language_model."),
     "qwen3_5": ("model.", "model.language_model."),
     "qwen3_5_moe": ("model.", "model.language_model."),
     "nemotron_h": ("model.", "backbone."),
+}
+
+# `model_type` -> sizes of `text_config` that published folders leave out, as transformers has them.
+DEFAULT_SIZES: dict[str, dict[str, int]] = {
+    "gemma3": {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
 }
 
 

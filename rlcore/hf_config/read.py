@@ -8,6 +8,7 @@ from typing import Any
 
 from rlcore.errors import ModelError
 from rlcore.hf_config.fields import NAME, Field, check_fields
+from rlcore.hf_config.language import DEFAULT_SIZES
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
@@ -36,6 +37,8 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 def text_model_size(folder: Path | str, key: str) -> int | None:
     """Read a size from `config.json`, or from its `text_config`; None where neither has it.
 
+    A size of `DEFAULT_SIZES` may be left out.
+
     Raises ModelError like `read_config`, and for a value that is not a positive integer.
     """
     config = read_config(folder)
@@ -46,5 +49,6 @@ def text_model_size(folder: Path | str, key: str) -> int | None:
     found = check_fields(folder, config, fields)
     within = found["text_config"] or {}
     inner = check_fields(folder, within, {key: fields[key]}, "text_config.")
-    size: int | None = found[key] if found[key] is not None else inner[key]
-    return size
+    left_out = DEFAULT_SIZES.get(str(config.get("model_type")), {})
+    sizes = (found[key], inner[key], left_out.get(key))
+    return next((size for size in sizes if size is not None), None)

@@ -270,7 +270,8 @@ def _layer_bytes(layer: ModelShape, layout: Layout, load: Load, recompute: Recom
     if recompute == "full":
         return residual
     # The inputs of norms, and 1 / rms; the input of the QKV projection, and that of the MLP.
-    total = layer.blocks * (2 * residual + 4 * s + _normalised(s * layer.hidden, load))
+    norm = residual + 4 * s + _normalised(s * layer.hidden, load)
+    total = layer.blocks * (norm * (1 + layer.sandwich) + residual)
     if layer.states:
         total += _recurrent_bytes(layer, layout, load, t, again="core_attn" in recompute)
     elif layer.attention_layers:

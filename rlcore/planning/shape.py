@@ -96,6 +96,7 @@ class ModelShape:
     biases: bool = False  # the other linear layers have biases too, and attention has sinks
     qk_norm: bool = False
     norm_over_heads: bool = False  # one norm for all heads of Q, and one for K's
+    sandwich: bool = False  # the outputs of attention and MLP pass norms too, like their inputs
     experts: int = 0
     topk: int = 0  # experts per token
     expert_ffn: int = 0
@@ -125,6 +126,7 @@ class ModelShape:
         mlp_layers: tuple[bool, ...] = (),
         windows: tuple[int | None, ...] = (),
         mtp: bool = False,
+        sandwich: bool = False,
     ) -> ModelShape:
         """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
@@ -152,6 +154,7 @@ class ModelShape:
             expert_layers=tuple(has_experts)[:layers] if experts else (),
             latent=latent,
             norm_over_heads=norm_over_heads,
+            sandwich=sandwich,
             output_gate=bool(fields.get("attention_output_gate")),
             recurrent=RecurrentShape.of_fields(fields) if recurrent else None,
             recurrent_layers=tuple(map(bool, recurrent)),
@@ -268,7 +271,7 @@ class ModelShape:
     @property
     def norms(self) -> int:
         """The norm weights of all layers, which every tensor-parallel rank holds whole."""
-        total = (self.blocks + self.biases * self.layers) * self.hidden
+        total = (self.blocks * (1 + self.sandwich) + self.biases * self.layers) * self.hidden
         total += self.attention_layers * 2 * self.head_dim * self.qk_norm
         if self.recurrent is not None:
             total += self.states * self.recurrent.norm

@@ -79,6 +79,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         torch.bfloat16,
     ),
     "gemma3_text": ("Gemma3TextConfig", {"head_dim": 16}, torch.bfloat16),
+    "gemma3": (
+        "Gemma3Config",
+        {
+            "text_config": {"model_type": "gemma3_text", **SIZES, "head_dim": 16},
+            "vision_config": {
+                "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+                "image_size": 16, "vision_use_head": False,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        torch.bfloat16,
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},

@@ -26,11 +26,14 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "architectures": ["KimiK25ForConditionalGeneration"]}, "text_config", "language_model."),
     "mistral3": ("ministral3", {"model_type": "mistral3",
         "architectures": ["Mistral3ForConditionalGeneration"]}, "text_config", "language_model."),
+    "gemma3": ("gemma3_text", {"model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"]}, "text_config", "language_model."),
 }  # fmt: skip
 CARRIED = {"mimo": "model.mtp_layers.0.input_proj.weight", "kimi_k25": "vision_tower.x",
+           "gemma3": "vision_tower.x",
            "mistral3": "multi_modal_projector.norm.weight"}  # fmt: skip
 DENSE = (
-    "gemma3_text", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
+    "gemma3_text", "gemma3", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
     "ministral3", "mistral3", "seed_oss", "smollm3", "qwen3_5_tied", "nemotron_h_dense",
 )  # fmt: skip
 LATENT = (
@@ -111,7 +114,7 @@ EVERY_RUN = (
     *LATENT, "qwen3_5_tied", *MIXED, "qwen3_next-full", "qwen3_5_tied-pp2", "qwen3_5_mqa-tp2",
     "nemotron_h_dense", "nemotron_h_dense-tp2_sp", "nemotron_h-cp2_ep2", "nemotron_h-pp2",
     "qwen3_next-cp2", "qwen3_5_moe-ep2_tp2_sp_etp1", "mimo", "glm4_moe", "qwen2_moe", "mixtral",
-    "minimax_m2", "gpt_oss", "gemma3_text", "other_reference", "losses", "mistral",
+    "minimax_m2", "gpt_oss", "gemma3_text", "gemma3-tp2_sp", "other_reference", "losses", "mistral",
     "ministral3", "mistral3", "seed_oss", "smollm3", "smollm3-pp2", "mistral3-tp2_sp",
     "ministral3-cp2",
     "deepseek_v3-ep2", "deepseek_v3-tp2_sp", "deepseek_v3-cp2", "deepseek_v3-pp2", "mimo-pp2",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlcore.hf_config.fields import Field
+from rlcore.hf_config.language import DEFAULT_SIZES
 
 _SIZE = Field("size")
 _OTHER_SIZE = Field("size", None, nullable=True)
@@ -219,6 +220,10 @@ GEMMA3_TEXT: Mapping[str, Field] = {
     "final_logit_softcapping": _NO_CAP,
     "attn_logit_softcapping": _NO_CAP,
     "use_bidirectional_attention": Field("flag", False, nullable=True, only=False),
+}
+GEMMA3: Mapping[str, Field] = {
+    **GEMMA3_TEXT,
+    **{key: Field("size", size) for key, size in DEFAULT_SIZES["gemma3"].items()},
 }
 
 MISTRAL: Mapping[str, Field] = {

@@ -270,6 +270,15 @@ GEMMA3_TEXT = Family(
     scaled_embeddings=True,
     activation="gelu_tanh",
 )
+GEMMA3 = replace(
+    GEMMA3_TEXT,
+    model_type="gemma3",
+    language_class="Gemma3ForConditionalGeneration",
+    fields=config_fields.GEMMA3,
+    within="text_config",
+    prefix=PREFIXES["gemma3"],
+    carried=("vision_tower.", "multi_modal_projector."),
+)
 
 # GLM-4.7-Flash: DeepSeek-V3's layers.
 GLM4_MOE_LITE = replace(
@@ -425,6 +434,7 @@ FAMILIES: dict[str, Family] = {
         MINIMAX_M2,
         GPT_OSS,
         GEMMA3_TEXT,
+        GEMMA3,
         GLM4_MOE_LITE,
         KIMI_K2,
         KIMI_K25,

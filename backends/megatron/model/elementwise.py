@@ -118,6 +118,33 @@ class SwiGLU(nn.Module):
         return {}
 
 
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        out = torch.empty_like(x)
+        d_gate, d_up = out.chunk(2, -1)
+        torch.mul(F.gelu(gate, approximate="tanh"), grad, out=d_up)
+        d_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
+        return out
+
+
+class GeGLU(SwiGLU):
+    """gelu(gate) * up, with the tanh form of gelu (Shazeer 2020)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2f] -> [..., f]."""
+        activated: Tensor = _GeGLU.apply(x)
+        return activated
+
+
 class ClampedSwiGLU(SwiGLU):
     """clamp(gate) * sigmoid(1.702 clamp(gate)) * (clamp(up) + 1), the activation of gpt-oss.
 
@@ -208,15 +235,6 @@ def scaled_norm(
     """
     normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps, gates_input)
     return normed
-
-
-class GeGLU(SwiGLU):
-    """gelu(gate) * up, with the tanh form of gelu (Shazeer 2020)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., 2f] -> [..., f]."""
-        gate, up = x.chunk(2, -1)
-        return F.gelu(gate, approximate="tanh") * up
 
 
 class SquaredReLU(SwiGLU):

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig
+from transformers import Gemma3Config, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from backends.megatron.batch.rotary import inverse_frequencies
 from backends.megatron.convert.read import read_architecture
 from rlcore.errors import ModelError
+from rlcore.hf_config.read import text_model_size
+from rollout.engines.checks import folder_vocab_size
 
 CONFIG: dict[str, Any] = {
     "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 31,
@@ -54,6 +56,31 @@ def test_layers_have_the_positions_and_windows_of_their_type(
         assert inverse_frequencies(rope).tolist() == theirs.tolist()
     assert arch.transformer["softmax_scale"] == 24**-0.5
     assert arch.tie_word_embeddings
+
+
+def test_a_folder_with_a_vision_tower_leaves_sizes_out(tmp_path: Path) -> None:
+    """As Gemma 3 4B's; trainer and engines take those of transformers."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+            "num_hidden_layers": 34, "sliding_window": 1024,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+    given = {"model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    arch = read_architecture(tmp_path, weights=False)
+    theirs = Gemma3Config(**copy.deepcopy(given)).text_config
+    assert arch.vocab_size == folder_vocab_size(str(tmp_path)) == theirs.vocab_size
+    longest = theirs.max_position_embeddings
+    assert (
+        arch.max_position_embeddings
+        == text_model_size(tmp_path, "max_position_embeddings")
+        == longest
+    )
+    assert arch.transformer["num_attention_heads"] == theirs.num_attention_heads
+    assert arch.transformer["num_query_groups"] == theirs.num_key_value_heads
+    assert arch.transformer["kv_channels"] == theirs.head_dim
+    assert arch.tie_word_embeddings
+    assert [*arch.windows] == [
+        1024 if kind == "sliding_attention" else None for kind in theirs.layer_types
+    ]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], bool]] = {
         "attention_bias": True}, False),
     "kimi_k2": ("deepseek_v3", {"model_type": "kimi_k2"}, False),
     "kimi_k25": ("deepseek_v3", {"model_type": "kimi_k25"}, True),
+    "gemma3": ("gemma3_text", {"model_type": "gemma3"}, True),
     "mistral3/mistral": ("mistral", {"model_type": "mistral3"}, True),
     "mistral3/ministral3": ("ministral3", {"model_type": "mistral3"}, True),
 }  # fmt: skip
