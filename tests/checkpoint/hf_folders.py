@@ -92,6 +92,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         },
         torch.bfloat16,
     ),
+    "olmo3": ("Olmo3Config", {}, torch.float32),
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},

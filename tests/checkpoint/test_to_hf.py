@@ -38,6 +38,7 @@ SAVED_UNDER = {
     "gpt_oss": "ep2_etp1",
     "gemma3_text": "tp2_sequence",
     "gemma3": "pp2",
+    "olmo3": "tp2",
     "reward": "tp2",
     "glm4_moe": "ep2",
     "glm4_moe_lite": "tp2_sequence",

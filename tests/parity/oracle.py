@@ -127,6 +127,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
         "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}),
+    "olmo3": ("Olmo3Config", {
+        "sliding_window": 4, "rms_norm_eps": 1e-3, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {**YARN, "truncate": True}}}),
     "minimax_m2": ("MiniMaxM2Config", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,

@@ -130,6 +130,7 @@ CASES = [
         Case(("models/grpo.yaml",), name, 4, (f"policy.parallel={layout}",), 8)
         for name, layout in (
             ("Gemma-3-27B", "{tensor: 4, sequence: true}"),
+            ("Olmo-3-7B", "{tensor: 2, sequence: true}"),
             ("Mistral-Nemo-12B", "{tensor: 4, sequence: true}"),
             ("Ministral-3-8B", "{tensor: 2, context: 2, sequence: true}"),
             ("Seed-OSS-36B", "{tensor: 4, pipeline: 2, sequence: true}"),

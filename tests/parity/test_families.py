@@ -34,7 +34,8 @@ CARRIED = {"mimo": "model.mtp_layers.0.input_proj.weight", "kimi_k25": "vision_t
            "mistral3": "multi_modal_projector.norm.weight"}  # fmt: skip
 DENSE = (
     "gemma3_text", "gemma3", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
-    "ministral3", "mistral3", "seed_oss", "smollm3", "qwen3_5_tied", "nemotron_h_dense",
+    "ministral3", "mistral3", "olmo3", "seed_oss", "smollm3", "qwen3_5_tied",
+    "nemotron_h_dense",
 )  # fmt: skip
 LATENT = (
     "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "kimi_k2",
@@ -114,7 +115,8 @@ EVERY_RUN = (
     *LATENT, "qwen3_5_tied", *MIXED, "qwen3_next-full", "qwen3_5_tied-pp2", "qwen3_5_mqa-tp2",
     "nemotron_h_dense", "nemotron_h_dense-tp2_sp", "nemotron_h-cp2_ep2", "nemotron_h-pp2",
     "qwen3_next-cp2", "qwen3_5_moe-ep2_tp2_sp_etp1", "mimo", "glm4_moe", "qwen2_moe", "mixtral",
-    "minimax_m2", "gpt_oss", "gemma3_text", "gemma3-tp2_sp", "other_reference", "losses", "mistral",
+    "minimax_m2", "gpt_oss", "gemma3_text", "gemma3-tp2_sp",
+    "olmo3", "olmo3-tp2_sp", "other_reference", "losses", "mistral",
     "ministral3", "mistral3", "seed_oss", "smollm3", "smollm3-pp2", "mistral3-tp2_sp",
     "ministral3-cp2",
     "deepseek_v3-ep2", "deepseek_v3-tp2_sp", "deepseek_v3-cp2", "deepseek_v3-pp2", "mimo-pp2",

@@ -121,7 +121,7 @@ class Architecture:
             mlp_layers=tuple(block == "dense" for block in self.blocks),
             windows=self.windows,
             mtp=self.mtp,
-            sandwich=self.table.norms_behind,
+            sandwich=self.table.norms_before and self.table.norms_behind,
         )
 
     @cached_property

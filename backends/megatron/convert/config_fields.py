@@ -225,6 +225,14 @@ GEMMA3: Mapping[str, Field] = {
     **GEMMA3_TEXT,
     **{key: Field("size", size) for key, size in DEFAULT_SIZES["gemma3"].items()},
 }
+OLMO3: Mapping[str, Field] = {
+    **_COMMON,
+    "rms_norm_eps": Field("float", 1e-5),
+    "sliding_window": Field("size", 4096),
+    "rope_theta": Field("number", 500000.0),
+    # The base in layers with windows, without a set of their own, whatever `rope_theta` is.
+    "rope_local_base_freq": Field("number", 500000.0, only=500000.0),
+}
 
 MISTRAL: Mapping[str, Field] = {
     **_WITH_WINDOW,

@@ -180,21 +180,24 @@ GLM4_MOE = Family(
     prediction=PredictionLayer(),
 )
 
+# One norm over all heads of queries, and one over those of keys.
+_NORMS_OVER_HEADS = tuple(
+    whole(
+        ATTENTION_M + f"{name}_layernorm.weight",
+        ATTENTION_H + f"{name}_norm.weight",
+        rows,
+        split=Split.COLUMN,
+    )
+    for name, rows in (("q", "query"), ("k", "key"))
+)
+
 # MiniMax-M2: Mixtral's names, sigmoid routers with a bias, and norms of Q and K over all heads.
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     class_prefix="MiniMaxM2",
     entries=(
         *TRUNK,
-        *(
-            whole(
-                ATTENTION_M + f"{name}_layernorm.weight",
-                ATTENTION_H + f"{name}_norm.weight",
-                rows,
-                split=Split.COLUMN,
-            )
-            for name, rows in (("q", "query"), ("k", "key"))
-        ),
+        *_NORMS_OVER_HEADS,
         whole(
             M + "mlp.router.expert_bias",
             H + "block_sparse_moe.e_score_correction_bias",
@@ -278,6 +281,27 @@ GEMMA3 = replace(
     within="text_config",
     prefix=PREFIXES["gemma3"],
     carried=("vision_tower.", "multi_modal_projector."),
+)
+
+# Olmo 3: norms behind attention and MLP alone, windows in most layers.
+_NORMS_BEFORE = {M + "input_layernorm.weight", M + "pre_mlp_layernorm.weight"}
+OLMO3 = Family(
+    model_type="olmo3",
+    class_prefix="Olmo3",
+    entries=(
+        *(entry for entry in DENSE if entry.megatron not in _NORMS_BEFORE),
+        *(
+            whole(name, f"{H}{hf}.weight", "hidden")
+            for name, hf in _GEMMA_NORMS.items()
+            if name not in _NORMS_BEFORE
+        ),
+        *_NORMS_OVER_HEADS,
+    ),
+    fields=config_fields.OLMO3,
+    norm_over_heads=True,
+    windows=4,
+    norms_before=False,
+    norms_behind=True,
 )
 
 # GLM-4.7-Flash: DeepSeek-V3's layers.
@@ -435,6 +459,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         GEMMA3_TEXT,
         GEMMA3,
+        OLMO3,
         GLM4_MOE_LITE,
         KIMI_K2,
         KIMI_K25,

@@ -71,7 +71,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     if config.get("quantization_config") is not None:
         _check_mxfp4(folder, config)
     if "rope_local_base_freq" in config:
-        given = _with_gemma_ropes(given, config)
+        given = _with_ropes_by_type(given, config)
     if "index_topk" in config:
         # Full attention, for sequences that are short enough.
         config["layer_types"] = None
@@ -343,7 +343,7 @@ def _check_mxfp4(folder: Path, config: dict[str, Any]) -> None:
         raise refusal(folder, "quantization_config", quantised, "quant_method 'mxfp4', or null")
 
 
-def _with_gemma_ropes(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_ropes_by_type(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, with the positions of both types of layers as transformers 5 spells them."""
     sets = dict(config["rope_parameters"] or {})
     for kind, theta in ((FULL_ATTENTION, "rope_theta"), (SLIDING, "rope_local_base_freq")):

@@ -13,7 +13,7 @@ from typing import Any
 
 from backends.megatron.convert.config_fields import ROPE, SCALED_QUERIES
 from backends.megatron.convert.table import FULL_ATTENTION, Family
-from rlcore.hf_config.fields import check_fields, refusal
+from rlcore.hf_config.fields import Field, check_fields, refusal
 
 # A set of positions for the layers of all types.
 _ALL = ""
@@ -98,6 +98,9 @@ def read_ropes(
         said = sets.get(_ALL, sets.get(kind, {}))
         within = f"{name}." if _ALL in sets else f"{name}.{kind}."
         _check_repeated(folder, given, said, within)
+        if _ALL not in sets and said.get("rope_type") == "yarn":
+            # transformers does not look for it in a set of one type of layers.
+            check_fields(folder, said, {"truncate": Field("flag", True, only=True)}, within)
         ropes[kind] = _rope(folder, within, said, config, family, head_dim)
     return ropes
 

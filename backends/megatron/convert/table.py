@@ -228,7 +228,8 @@ class Family:
     sinks: bool = False
     # Norms scale by 1 + weight.
     zero_centred_norms: bool = False
-    # The outputs of attention and MLP pass norms of their own.
+    # The inputs of attention and MLP pass norms; so do their outputs.
+    norms_before: bool = True
     norms_behind: bool = False
     # The embeddings are multiplied by the square root of the hidden size.
     scaled_embeddings: bool = False

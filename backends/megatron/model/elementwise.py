@@ -5,6 +5,7 @@ These read and write the activations less often than autograd's backward passes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -173,15 +174,17 @@ class _ScaledNorm(torch.autograd.Function):
         offset: float,
         eps: float,
         gates_input: bool,
+        mean: Callable[[Tensor], Tensor],
     ) -> Tensor:
         wide = _wide(x)
         if gate is not None and gates_input:
             wide = wide * F.silu(_wide(gate))
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        inverse = torch.rsqrt(mean(wide.square()) + eps)
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.offset = offset
         ctx.gates_input = gates_input
-        out = wide * inverse * (offset + _wide(weight))
+        ctx.mean = mean
+        out = (wide * inverse).mul_(offset + _wide(weight))
         if gate is not None and not gates_input:
             out = out * F.silu(_wide(gate))
         return out.to(x.dtype)
@@ -202,17 +205,21 @@ class _ScaledNorm(torch.autograd.Function):
         leading = grad.dim() - weight.dim()
         d_weight = (grad * normed).flatten(0, leading - 1).sum(0).to(weight.dtype)
         scaled = grad * scale
-        d_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        d_x = inverse * (scaled - normed * ctx.mean(scaled * normed))
         if gate_in is not None and ctx.gates_input:
             d_gate = torch.ops.aten.silu_backward(d_x * wide, gate_in)
             d_x = d_x * F.silu(gate_in)
         d_gate = None if d_gate is None else d_gate.to(gate.dtype)
-        return d_x.to(x.dtype), d_weight, d_gate, None, None, None
+        return d_x.to(x.dtype), d_weight, d_gate, None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:
     """The tensor in single precision at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _row_mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
 
 
 def scaled_norm(
@@ -223,6 +230,7 @@ def scaled_norm(
     offset: float = 0.0,
     gate: Tensor | None = None,
     gates_input: bool = False,
+    mean: Callable[[Tensor], Tensor] = _row_mean,
 ) -> Tensor:
     """RMSNorm over the last dimension, times `offset + weight`, times silu(gate).
 
@@ -232,8 +240,10 @@ def scaled_norm(
         x, gate: [..., d].
         weight: [d], or the last dimensions of x.
         gates_input: multiply by silu(gate) before the norm, not after it.
+        mean: the mean of the last dimension, [..., d] -> [..., 1], over the rows of all ranks where
+            x is a part of them.
     """
-    normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps, gates_input)
+    normed: Tensor = _ScaledNorm.apply(x, weight, gate, offset, eps, gates_input, mean)
     return normed
 
 

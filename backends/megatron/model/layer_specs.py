@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,9 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> Mo
         core = spec.submodules.self_attention.submodules.core_attention
         core.params |= {"window": arch.windows[layer], "sinks": arch.table.sinks}
     if arch.table.norms_behind:
-        spec.module = SandwichLayer
+        spec.module = NormedOutputs
+    if not arch.table.norms_before:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
     if arch.blocks:
         _keep_block(spec.submodules, feeds_forward=arch.blocks[layer] in ("dense", "moe"))
     return spec
@@ -243,11 +246,13 @@ def te_layer_spec(
     return layer
 
 
-class SandwichLayer(TransformerLayer):
+class NormedOutputs(TransformerLayer):
     """Megatron's layer, in which outputs of attention and MLP pass a norm before they are added."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        # Megatron's switches gradients on, so that scoring passes would keep the norms' inputs.
+        self.bias_dropout_add_exec_handler = nullcontext
         for name in ("self_attn", "mlp"):
             norm = LocalRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.add_module(f"post_{name}_layernorm", norm)

@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -302,11 +299,13 @@ class HeadsRMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., heads of this rank, d] -> the same shape."""
-        flat = x.flatten(-2).float()
-        squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True))
-        mean = copy_to_tensor_model_parallel_region(squares) / self.width
-        normed = (flat * torch.rsqrt(mean + self.eps)).to(x.dtype)
-        return (normed * self.weight).view(x.shape)
+        normed = scaled_norm(x.flatten(-2), self.weight, self.eps, mean=self._mean)
+        return normed.view(x.shape)
+
+    def _mean(self, own: Tensor) -> Tensor:
+        """The mean over all ranks' heads: [..., heads of this rank * d] -> [..., 1]."""
+        total: Tensor = reduce_from_tensor_model_parallel_region(own.sum(-1, keepdim=True))
+        return total / self.width
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -78,6 +78,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**GROUPED, "query_pre_attn_scalar": 24, "sliding_window": 4, "pad_token_id": None},
     ),
+    "olmo3": (
+        "Olmo3",
+        {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gpt_oss": (
         "GptOss",
         {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},

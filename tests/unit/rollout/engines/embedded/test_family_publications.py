@@ -21,7 +21,16 @@ from tests.checkpoint.hf_folders import auto_class, write_model
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13]]
 # Families of transformers' models by another `model_type`.
 RENAMED = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-NAMES = ("seed_oss", "smollm3", "mistral3", "gemma3", "glm4_moe_lite", "nemotron_h", *RENAMED)
+NAMES = (
+    "seed_oss",
+    "smollm3",
+    "mistral3",
+    "gemma3",
+    "olmo3",
+    "glm4_moe_lite",
+    "nemotron_h",
+    *RENAMED,
+)
 BETA = "llama_4_scaling_beta"
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3's two sets of positions and its windows, read as transformers reads them."""
+"""Windows and positions by type of layer, of Gemma 3 and Olmo 3, read as transformers does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3Config, Gemma3TextConfig
+from transformers import Gemma3Config, Gemma3TextConfig, Olmo3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from backends.megatron.batch.rotary import inverse_frequencies
 from backends.megatron.convert.read import read_architecture
@@ -56,6 +57,42 @@ def test_layers_have_the_positions_and_windows_of_their_type(
         assert inverse_frequencies(rope).tolist() == theirs.tolist()
     assert arch.transformer["softmax_scale"] == 24**-0.5
     assert arch.tie_word_embeddings
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": 500000, "rope_scaling": YARN},
+        {"rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 700.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+         "layer_types": NEW["layer_types"]},
+    ],
+    ids=["neither", "old", "new"],
+)  # fmt: skip
+def test_yarn_is_of_the_layers_without_a_window(changes: dict[str, Any], tmp_path: Path) -> None:
+    given = {**CONFIG, "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], **changes}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    arch = read_architecture(tmp_path, weights=False)
+    config = Olmo3Config(**copy.deepcopy(given))
+    module: Any = Olmo3RotaryEmbedding(config)
+    assert len(arch.ropes) == len(arch.windows) == 7
+    for kind, rope, window in zip(config.layer_types, arch.ropes, arch.windows, strict=True):
+        assert window == (8 if kind == "sliding_attention" else None)
+        assert inverse_frequencies(rope).tolist() == getattr(module, f"{kind}_inv_freq").tolist()
+        assert rope.attention_factor == getattr(module, f"{kind}_attention_scaling")
+
+
+def test_a_setting_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
+    given = {**CONFIG, "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"],
+             "rope_scaling": {**YARN, "truncate": False}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ModelError, match=r"full_attention\.truncate: got False"):
+        read_architecture(tmp_path, weights=False)
 
 
 def test_a_folder_with_a_vision_tower_leaves_sizes_out(tmp_path: Path) -> None:
