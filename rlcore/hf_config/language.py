@@ -15,6 +15,7 @@ KNOWN_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # language model of transformers, and in a folder.
 PREFIXES = {
     "gemma3": ("", "language_model."),
+    "gemma4": ("model.", "model.language_model."),
     "mistral3": ("", "language_model."),
     "kimi_k25": ("", "language_model."),
     "qwen3_5": ("model.", "model.language_model."),

@@ -13,6 +13,8 @@ from rlcore.planning.shape import ModelShape
 
 # Tokens of a chunk of recurrent layers.
 CHUNK = 64
+# The largest head of the kernel of variable lengths.
+MAX_VARLEN_HEAD = 256
 
 
 def training_bytes(
@@ -295,11 +297,12 @@ def _attention_bytes(
     # A rank projects its part of a KV head and gathers the head.
     divided = shape.groups < tp
     keys = max(shape.groups, tp) * d / tp
-    # In fp32 on CUDA, keys and values are copied to all query heads.
-    copies_keys = b == 4 and not load.composed_norm
+    # On CUDA in fp32, and with heads too large for its kernel of variable lengths, keys and values
+    # are copied to all query heads.
+    copies_keys = (b == 4 or d > MAX_VARLEN_HEAD) and not load.composed_norm
     repeated = copies_keys and shape.heads > max(shape.groups, tp) and not again
     # The projection; `value` is a view of it, unless it is copied.
-    projected = query + 2 * shape.groups * d / tp
+    projected = query + (2 - shape.keys_are_values) * shape.groups * d / tp
     total = b * t * projected * (normed or again or not (repeated or divided))
     # The gathered key and value share memory.
     total += b * t * 2 * keys * divided * (normed or not repeated)
@@ -310,6 +313,8 @@ def _attention_bytes(
         total += 4 * t * (query + keys) / d + _normalised(t * (query + keys), load)
         # The outputs of the norms, which are rotated again.
         total += b * t * (query + keys) * again
+    if shape.normed_values:
+        total += b * t * keys + 4 * t * keys / d
     # The input of the output projection.
     total += b * t * query
     if again:

@@ -139,8 +139,11 @@ def _engine(option: Option, shape: ModelShape, published: Publication, capacity:
             f"{'none':>10}  for {engine}: its weights ({gib(weights)}){next_to} are"
             f" {gib(state - left)} too much; raise rollout.engine.tensor_parallel"
         )
-    heads = shape.groups / min(tensor, shape.groups)
-    per_token = 2 * shape.attention_layers * heads * shape.head_dim * published.engine_dtype_bytes
+    heads = sum(
+        count * kind.head_dim * kind.groups / min(tensor, kind.groups)
+        for count, kind in shape.attentions()
+    )
+    per_token = 2 * heads * published.engine_dtype_bytes
     return f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 

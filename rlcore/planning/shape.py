@@ -113,6 +113,10 @@ class ModelShape:
     # Of each layer, the number of keys up to its own that a query sees (None: all); empty: all.
     windows: tuple[int | None, ...] = ()
     mtp: bool = False  # a layer like the last one, behind it, is trained to predict further tokens
+    normed_values: bool = False  # values pass a norm without weights
+    keys_are_values: bool = False  # there is no projection of values
+    # (KV heads, head size) of layers without a window, whose keys are their values, if others.
+    full_heads: tuple[int, int] | None = None
 
     @classmethod
     def of_fields(
@@ -127,6 +131,8 @@ class ModelShape:
         windows: tuple[int | None, ...] = (),
         mtp: bool = False,
         sandwich: bool = False,
+        normed_values: bool = False,
+        full_heads: tuple[int, int] | None = None,
     ) -> ModelShape:
         """Make a shape from keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
@@ -155,6 +161,8 @@ class ModelShape:
             latent=latent,
             norm_over_heads=norm_over_heads,
             sandwich=sandwich,
+            normed_values=normed_values,
+            full_heads=full_heads,
             output_gate=bool(fields.get("attention_output_gate")),
             recurrent=RecurrentShape.of_fields(fields) if recurrent else None,
             recurrent_layers=tuple(map(bool, recurrent)),
@@ -191,8 +199,21 @@ class ModelShape:
         )
 
     def layer_kinds(self) -> list[ModelShape]:
-        """Return each layer as a shape of one layer."""
-        return [self.of_layers(range(layer, layer + 1)) for layer in range(self.layers)]
+        """Return each layer as a shape of one layer, with the heads of this layer."""
+        kinds = [self.of_layers(range(layer, layer + 1)) for layer in range(self.layers)]
+        return [kind.attentions()[-1][1] for kind in kinds]
+
+    def attentions(self) -> list[tuple[int, ModelShape]]:
+        """Return how many layers have attention, by the sizes of heads, and a shape with these."""
+        if self.full_heads is None:
+            return [(self.attention_layers, self)]
+        groups, head_dim = self.full_heads
+        full = self.windows.count(None)
+        other = replace(
+            self, groups=groups, head_dim=head_dim, keys_are_values=True, full_heads=None
+        )
+        counts = [(self.attention_layers - full, self), (full, other)]
+        return [one for one in counts if one[0]]
 
     @property
     def prediction(self) -> ModelShape | None:
@@ -245,7 +266,8 @@ class ModelShape:
     @property
     def qkv_width(self) -> int:
         """The number of columns of the QKV projection, output gates included."""
-        return (self.heads * (1 + self.output_gate) + 2 * self.groups) * self.head_dim
+        projected = 2 - self.keys_are_values
+        return (self.heads * (1 + self.output_gate) + projected * self.groups) * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
@@ -262,7 +284,7 @@ class ModelShape:
     @property
     def mixers(self) -> int:
         """The weights of all layers' attention or delta rule that tensor parallelism divides."""
-        total = self.attention_layers * self.attention
+        total = sum(count * shape.attention for count, shape in self.attentions())
         if self.recurrent is not None:
             each = self.recurrent.matrices + self.recurrent.vectors
             total += self.states * each
@@ -272,7 +294,8 @@ class ModelShape:
     def norms(self) -> int:
         """The norm weights of all layers, which every tensor-parallel rank holds whole."""
         total = (self.blocks * (1 + self.sandwich) + self.biases * self.layers) * self.hidden
-        total += self.attention_layers * 2 * self.head_dim * self.qk_norm
+        heads = sum(count * shape.head_dim for count, shape in self.attentions())
+        total += 2 * heads * self.qk_norm
         if self.recurrent is not None:
             total += self.states * self.recurrent.norm
         return total
@@ -326,7 +349,8 @@ class ModelShape:
 
         Entries of a state count as often as a token is multiplied with them.
         """
-        matrices = self.attention_layers * self.attention_matrices + self.dense_layers * self.mlp
+        matrices = sum(count * shape.attention_matrices for count, shape in self.attentions())
+        matrices += self.dense_layers * self.mlp
         if self.recurrent is not None:
             each = self.recurrent.matrices + self.recurrent.products * self.recurrent.state
             matrices += self.states * each
@@ -370,10 +394,13 @@ class ModelShape:
         They are 2 per parameter and token, and for causal attention over n tokens 2 * 2 * heads *
         head_dim * n / 2 per layer and token.
         """
-        factor = 2.0 * self.heads * self.head_dim
+        factor = 2.0 * self.heads
+        heads = sum(count * shape.head_dim for count, shape in self.attentions())
         counts = Counter(filter(None, self.windows))
         return CostModel(
             2.0 * self.active_parameters,
-            factor * (self.attention_layers - counts.total()),
-            tuple((window, factor * count) for window, count in sorted(counts.items())),
+            factor * (heads - counts.total() * self.head_dim),
+            tuple(
+                (window, factor * self.head_dim * count) for window, count in sorted(counts.items())
+            ),
         )

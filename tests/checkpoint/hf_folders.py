@@ -92,6 +92,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         },
         torch.bfloat16,
     ),
+    "gemma4": (
+        "Gemma4Config",
+        {
+            "text_config": {
+                "model_type": "gemma4_text", **SIZES, "num_key_value_heads": 4, "head_dim": 8,
+                "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+                "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4,
+            },
+        },
+        torch.bfloat16,
+    ),
     "olmo3": ("Olmo3Config", {}, torch.float32),
     "gpt_oss": (
         "GptOssConfig",
@@ -181,6 +197,9 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.15)
         for router in model.modules():
             if hasattr(router, "e_score_correction_bias"):  # fp32 in every folder
                 size = router.e_score_correction_bias.numel()

@@ -15,7 +15,7 @@ LAYOUTS = [layout for world in WORLDS.values() for layout in world.layouts]
 
 
 # Biases of experts are added once; a norm over all heads has whole heads, of which there are two.
-MOST_TENSOR = {"gpt_oss": 1, "minimax_m2": 2, "olmo3": 2}
+MOST_TENSOR = {"gpt_oss": 1, "minimax_m2": 2, "olmo3": 2, "gemma4": 2}
 # a third in every run of the tests: every layout has models of each kind, every model some layouts
 CASES = [
     pytest.param(layout, name, marks=() if (i + j) % 3 == 0 else pytest.mark.full)

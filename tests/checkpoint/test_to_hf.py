@@ -39,6 +39,7 @@ SAVED_UNDER = {
     "gemma3_text": "tp2_sequence",
     "gemma3": "pp2",
     "olmo3": "tp2",
+    "gemma4": "tp2_sequence",
     "reward": "tp2",
     "glm4_moe": "ep2",
     "glm4_moe_lite": "tp2_sequence",

@@ -127,6 +127,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
         "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}),
+    "gemma4_text": ("Gemma4TextConfig", {
+        "head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 4,
+        "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-3, "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision", "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25}},
+        "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "olmo3": ("Olmo3Config", {
         "sliding_window": 4, "rms_norm_eps": 1e-3, "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -192,6 +201,8 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
             for key, buffer in model.named_buffers():
                 if key.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.05)  # small: every expert is chosen
+                elif key.endswith("layer_scalar"):
+                    buffer.normal_(1.0, 0.15)
         model.save_pretrained(folder / name)
         if "vision_config" in keys:
             _publish(folder / name / "model.safetensors")
@@ -251,8 +262,9 @@ def far(
 def check_gradients(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = TIGHT
 ) -> None:
-    """All gradients are within the bound; the bias of a sigmoid router has none on a rank."""
-    biases = {name for name in got if name.endswith("e_score_correction_bias")}
+    """All gradients are within the bound; what a folder has as a buffer has none on a rank."""
+    buffers = ("e_score_correction_bias", "layer_scalar")
+    biases = {name for name in got if name.endswith(buffers)}
     assert not any(got[name].count_nonzero() for name in biases), "no step may move it"
     assert got.keys() - biases == expected.keys() - biases
     others = {name: want for name, want in expected.items() if name not in biases}
@@ -343,6 +355,8 @@ def _load(folder: Path) -> Any:
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.forward = partial(_in_double, module.forward)
+    if cap := getattr(model.config, "final_logit_softcapping", None):
+        model.lm_head.register_forward_hook(lambda _, __, logits: cap * torch.tanh(logits / cap))
     # transformers reads the language model of a larger one under its own names.
     inside = "text_config" in json.loads((folder / "config.json").read_text())
     model.prefix_on_disk = "model.language_model." if inside else "model."

@@ -125,6 +125,14 @@ CASES = [
         32,
     ),
     Case(("models/grpo.yaml",), "Llama-3.1-8B", 2, ("model.dtype=fp32", CUT, *SHORT), 2),
+    # Layers with other heads.
+    Case(
+        ("models/grpo.yaml",),
+        "Gemma-4-31B",
+        6,
+        ("policy.parallel={tensor: 4, sequence: true}",),
+        8,
+    ),
     # Families with the layers of others, in a layout of each.
     *(
         Case(("models/grpo.yaml",), name, 4, (f"policy.parallel={layout}",), 8)

@@ -26,16 +26,18 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "architectures": ["KimiK25ForConditionalGeneration"]}, "text_config", "language_model."),
     "mistral3": ("ministral3", {"model_type": "mistral3",
         "architectures": ["Mistral3ForConditionalGeneration"]}, "text_config", "language_model."),
+    "gemma4": ("gemma4_text", {"model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"]}, "text_config", "model.language_"),
     "gemma3": ("gemma3_text", {"model_type": "gemma3",
         "architectures": ["Gemma3ForConditionalGeneration"]}, "text_config", "language_model."),
 }  # fmt: skip
 CARRIED = {"mimo": "model.mtp_layers.0.input_proj.weight", "kimi_k25": "vision_tower.x",
-           "gemma3": "vision_tower.x",
+           "gemma3": "vision_tower.x", "gemma4": "model.vision_tower.x",
            "mistral3": "multi_modal_projector.norm.weight"}  # fmt: skip
 DENSE = (
-    "gemma3_text", "gemma3", "llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo", "mistral",
-    "ministral3", "mistral3", "olmo3", "seed_oss", "smollm3", "qwen3_5_tied",
-    "nemotron_h_dense",
+    "gemma3_text", "gemma3", "gemma4_text", "gemma4", "llama", "qwen2_tied", "qwen3",
+    "qwen3_tied", "mimo", "mistral", "ministral3", "mistral3", "olmo3", "seed_oss", "smollm3",
+    "qwen3_5_tied", "nemotron_h_dense",
 )  # fmt: skip
 LATENT = (
     "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "kimi_k2",
@@ -116,7 +118,8 @@ EVERY_RUN = (
     "nemotron_h_dense", "nemotron_h_dense-tp2_sp", "nemotron_h-cp2_ep2", "nemotron_h-pp2",
     "qwen3_next-cp2", "qwen3_5_moe-ep2_tp2_sp_etp1", "mimo", "glm4_moe", "qwen2_moe", "mixtral",
     "minimax_m2", "gpt_oss", "gemma3_text", "gemma3-tp2_sp",
-    "olmo3", "olmo3-tp2_sp", "other_reference", "losses", "mistral",
+    "olmo3", "olmo3-tp2_sp", "gemma4_text", "gemma4_text-tp2_sp", "gemma4-pp2",
+    "other_reference", "losses", "mistral",
     "ministral3", "mistral3", "seed_oss", "smollm3", "smollm3-pp2", "mistral3-tp2_sp",
     "ministral3-cp2",
     "deepseek_v3-ep2", "deepseek_v3-tp2_sp", "deepseek_v3-cp2", "deepseek_v3-pp2", "mimo-pp2",

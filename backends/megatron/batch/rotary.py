@@ -70,6 +70,7 @@ def inverse_frequencies(rope: Rope, *, long: bool = False) -> Tensor:
     Before scaling it is theta^(-2i / dim) for pair i. The kinds of scaling:
 
         linear    divides all by `factor`.
+        proportional  the same, and 0 for all pairs but the first.
         llama3    divides low frequencies by `factor`, with a ramp between `low_freq_factor` and
                   `high_freq_factor` turns over the original length.
         yarn      the same between `beta_slow` and `beta_fast` turns, with the ramp linear in i
@@ -87,9 +88,12 @@ def inverse_frequencies(rope: Rope, *, long: bool = False) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, powers)
     frequencies = 1.0 / powers
+    if rope.kind == "proportional":
+        frequencies[rope.turned_pairs :] = 0.0
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)
-    return frequencies / rope.factor if rope.kind == "linear" else frequencies
+    scaled = rope.kind in ("linear", "proportional")
+    return frequencies / rope.factor if scaled else frequencies
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:

@@ -48,6 +48,12 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
                 f" to {nearest}"
             )
     if not _fits_kv_heads(arch, tp):
+        if arch.full_heads is not None:
+            raise ConfigError(
+                f"policy.parallel.tensor: {tp} does not divide the model's"
+                f" {model['num_query_groups']} KV heads of layers with a window and"
+                f" {arch.full_heads[0]} of the others; set it to {_nearest_tensor(arch, tp, sizes)}"
+            )
         groups = model["num_query_groups"]
         head_dim = model["kv_channels"]
         raise ConfigError(
@@ -75,8 +81,10 @@ def _check_key_heads(what: str, heads: int, parallel: ParallelConfig) -> None:
 def _fits_kv_heads(arch: Architecture, tp: int) -> bool:
     """Whether all ranks hold the same number of whole KV heads, or equal parts of one.
 
-    A norm over all heads has whole heads.
+    A norm over all heads has whole heads, and so have layers of which some have others.
     """
+    if arch.full_heads is not None:
+        return arch.full_heads[0] % tp == 0 and arch.transformer["num_query_groups"] % tp == 0
     groups: int = arch.transformer["num_query_groups"]
     rows: int = groups * arch.transformer["kv_channels"]
     divides = tp % groups == 0 and rows % tp == 0

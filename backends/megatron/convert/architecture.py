@@ -19,6 +19,7 @@ from backends.megatron.convert.table import (
     LINEAR_ATTENTION,
     MTP,
     OUTPUT_LAYER,
+    SLIDING_ATTENTION,
     VALUE_HEAD,
     Entry,
     Family,
@@ -48,6 +49,10 @@ class Architecture:
     # Of each layer, its only block: a word of `Entry.layers`; empty: a layer has attention, or a
     # state, and a feed-forward net or experts.
     blocks: tuple[str, ...] = ()
+    # (KV heads, head size) of layers without a window, where they are others.
+    full_heads: tuple[int, int] | None = None
+    # Logits are cap * tanh(logits / cap); None: not capped.
+    logit_cap: float | None = None
     # The longest sequence for which our attention is the model's; None: any.
     max_tokens: int | None = None
     # "value": a `*ForSequenceClassification` folder with one label.
@@ -122,6 +127,8 @@ class Architecture:
             windows=self.windows,
             mtp=self.mtp,
             sandwich=self.table.norms_before and self.table.norms_behind,
+            normed_values=self.table.normed_values,
+            full_heads=self.full_heads,
         )
 
     @cached_property
@@ -160,6 +167,9 @@ class Architecture:
             }
         if any(self.recurrent_layers):
             sizes |= _state_sizes(t)
+        if self.full_heads is not None:
+            groups, size = self.full_heads
+            sizes |= {"full_head": size, "full_query": heads * size, "full_key": groups * size}
         return sizes
 
     @property
@@ -167,9 +177,11 @@ class Architecture:
         """For each layer, the words by which the table chooses its entries."""
         if self.blocks:
             return [(block,) for block in self.blocks]
+        windows = self.windows or [None] * self.num_layers
+        attention = [FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in windows]
         return [
-            ("moe" if has else "dense", LINEAR_ATTENTION if recurrent else FULL_ATTENTION)
-            for has, recurrent in zip(self.moe_layers, self.recurrent_layers)
+            ("moe" if has else "dense", LINEAR_ATTENTION if recurrent else kind)
+            for has, recurrent, kind in zip(self.moe_layers, self.recurrent_layers, attention)
         ]
 
     @property
@@ -188,7 +200,16 @@ class Architecture:
 
     def computes_like(self, other: Architecture) -> bool:
         """Whether the other model's modules with this model's weights compute the same."""
-        computed = ("family", "transformer", "tie_word_embeddings", "ropes", "windows", "blocks")
+        computed = (
+            "family",
+            "transformer",
+            "tie_word_embeddings",
+            "ropes",
+            "windows",
+            "blocks",
+            "full_heads",
+            "logit_cap",
+        )
         return all(getattr(self, name) == getattr(other, name) for name in computed)
 
     def entries(self) -> list[Entry]:

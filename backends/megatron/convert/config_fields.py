@@ -225,6 +225,41 @@ GEMMA3: Mapping[str, Field] = {
     **GEMMA3_TEXT,
     **{key: Field("size", size) for key, size in DEFAULT_SIZES["gemma3"].items()},
 }
+GEMMA4_TEXT: Mapping[str, Field] = {
+    **{key: field for key, field in _COMMON.items() if key != "hidden_act"},
+    "hidden_activation": Field("text", "gelu_pytorch_tanh", only="gelu_pytorch_tanh"),
+    "num_key_value_heads": Field("size", 4),
+    "head_dim": Field("size", 256),
+    "tie_word_embeddings": Field("flag", True),
+    "sliding_window": Field("size", 512),
+    # Where neither spelling is given.
+    "rope_parameters": Field(
+        "map",
+        {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+            },
+        },
+        nullable=True,
+    ),
+    "partial_rotary_factor": Field("number", 1.0),
+    "final_logit_softcapping": Field("number", None, nullable=True),
+    "attention_k_eq_v": Field("flag", False, only=True),
+    "global_head_dim": Field("size", 512),
+    "num_global_key_value_heads": Field("size", None, nullable=True),
+    # transformers writes the two there, for each layer without a window.
+    "per_layer_config": Field("map", None, nullable=True),
+    # "vision": images alone.
+    "use_bidirectional_attention": Field("text", None, nullable=True),
+    "hidden_size_per_layer_input": Field("count", 256, only=0),
+    "num_kv_shared_layers": Field("count", 0, only=0),
+    "use_double_wide_mlp": _OFF,
+    "enable_moe_block": _OFF,
+}
+
 OLMO3: Mapping[str, Field] = {
     **_COMMON,
     "rms_norm_eps": Field("float", 1e-5),
@@ -369,6 +404,8 @@ _SCALED = {**_ROPE, "factor": Field("number")}
 ROPE: Mapping[str, Mapping[str, Field]] = {
     "default": _ROPE,
     "linear": _SCALED,
+    # Of all pairs of a head only the first turn.
+    "proportional": {**_ROPE, "factor": Field("number", 1.0)},
     "llama3": {
         **_SCALED,
         "low_freq_factor": Field("number"),

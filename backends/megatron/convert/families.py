@@ -15,8 +15,12 @@ from backends.megatron.convert.rows import (
     BIASED_ROUTER,
     DENSE,
     EXPERTS,
+    GEMMA3_ROWS,
+    GEMMA4_ROWS,
     LATENT_ATTENTION,
     NEMOTRON_H_ROWS,
+    NORMS_OVER_HEADS,
+    OLMO3_ROWS,
     QK_NORM,
     QKV_BIAS,
     QWEN3_5_DELTA,
@@ -180,24 +184,13 @@ GLM4_MOE = Family(
     prediction=PredictionLayer(),
 )
 
-# One norm over all heads of queries, and one over those of keys.
-_NORMS_OVER_HEADS = tuple(
-    whole(
-        ATTENTION_M + f"{name}_layernorm.weight",
-        ATTENTION_H + f"{name}_norm.weight",
-        rows,
-        split=Split.COLUMN,
-    )
-    for name, rows in (("q", "query"), ("k", "key"))
-)
-
 # MiniMax-M2: Mixtral's names, sigmoid routers with a bias, and norms of Q and K over all heads.
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     class_prefix="MiniMaxM2",
     entries=(
         *TRUNK,
-        *_NORMS_OVER_HEADS,
+        *NORMS_OVER_HEADS,
         whole(
             M + "mlp.router.expert_bias",
             H + "block_sparse_moe.e_score_correction_bias",
@@ -252,19 +245,10 @@ GPT_OSS = Family(
 )
 
 # Gemma 3: norms before and behind attention and MLP, windows with positions of their own.
-_GEMMA_NORMS = {
-    M + "pre_mlp_layernorm.weight": "pre_feedforward_layernorm",
-    M + "post_self_attn_layernorm.weight": "post_attention_layernorm",
-    M + "post_mlp_layernorm.weight": "post_feedforward_layernorm",
-}
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     class_prefix="Gemma3",
-    entries=(
-        *(entry for entry in DENSE if entry.megatron not in _GEMMA_NORMS),
-        *(whole(name, f"{H}{hf}.weight", "hidden") for name, hf in _GEMMA_NORMS.items()),
-        *QK_NORM,
-    ),
+    entries=GEMMA3_ROWS,
     fields=config_fields.GEMMA3_TEXT,
     qk_norm=True,
     windows=6,
@@ -283,20 +267,31 @@ GEMMA3 = replace(
     carried=("vision_tower.", "multi_modal_projector."),
 )
 
+# Gemma 4: Gemma 3 with values that pass a norm, which are the keys in layers without a window.
+GEMMA4_TEXT = replace(
+    GEMMA3_TEXT,
+    model_type="gemma4_text",
+    class_prefix="Gemma4",
+    entries=GEMMA4_ROWS,
+    fields=config_fields.GEMMA4_TEXT,
+    zero_centred_norms=False,
+    normed_values=True,
+    scaled_layers=True,
+)
+GEMMA4 = replace(
+    GEMMA4_TEXT,
+    model_type="gemma4",
+    language_class="Gemma4ForConditionalGeneration",
+    within="text_config",
+    prefix=PREFIXES["gemma4"],
+    carried=(r"model\.(vision|audio)_tower\.", r"model\.embed_(vision|audio)\."),
+)
+
 # Olmo 3: norms behind attention and MLP alone, windows in most layers.
-_NORMS_BEFORE = {M + "input_layernorm.weight", M + "pre_mlp_layernorm.weight"}
 OLMO3 = Family(
     model_type="olmo3",
     class_prefix="Olmo3",
-    entries=(
-        *(entry for entry in DENSE if entry.megatron not in _NORMS_BEFORE),
-        *(
-            whole(name, f"{H}{hf}.weight", "hidden")
-            for name, hf in _GEMMA_NORMS.items()
-            if name not in _NORMS_BEFORE
-        ),
-        *_NORMS_OVER_HEADS,
-    ),
+    entries=OLMO3_ROWS,
     fields=config_fields.OLMO3,
     norm_over_heads=True,
     windows=4,
@@ -459,6 +454,8 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         GEMMA3_TEXT,
         GEMMA3,
+        GEMMA4_TEXT,
+        GEMMA4,
         OLMO3,
         GLM4_MOE_LITE,
         KIMI_K2,

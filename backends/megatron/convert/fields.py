@@ -12,7 +12,7 @@ from typing import Any
 from backends.megatron.convert.rope import Rope
 from backends.megatron.convert.table import FULL_ATTENTION, LINEAR_ATTENTION, Experts
 from rlcore.errors import ModelError
-from rlcore.hf_config.fields import refusal
+from rlcore.hf_config.fields import Field, check_fields, refusal
 
 # --- experts --------------------------------------------------------------------------------------
 
@@ -209,3 +209,41 @@ def latent_scale(rope: Rope) -> dict[str, Any]:
         "rotary_scaling_factor": rope.factor,
         "mscale_all_dim": rope.mscale_all_dim,
     }
+
+
+# --- layers with other heads ---
+
+
+def full_heads(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
+    """(KV heads, head size) of Gemma 4's layers without a window.
+
+    Raises ModelError unless all of them have the same, and the others those of the model.
+    """
+    if config["use_bidirectional_attention"] not in (None, "vision"):
+        given = config["use_bidirectional_attention"]
+        raise refusal(folder, "use_bidirectional_attention", given, "null or 'vision'")
+    full = [str(k) for k, kind in enumerate(config["layer_types"]) if kind == FULL_ATTENTION]
+    if not full or full[-1] != str(config["num_hidden_layers"] - 1):
+        expected = f"{FULL_ATTENTION!r} for the last layer"
+        raise refusal(folder, "layer_types", config["layer_types"], expected)
+    groups = config["num_global_key_value_heads"] or config["num_key_value_heads"]
+    own = {"head_dim": config["global_head_dim"], "num_key_value_heads": groups}
+    if (by_layer := config["per_layer_config"]) is not None:
+        found = [by_layer.get(layer) or {} for layer in full]
+        fields = {key: Field("size") for key in own}
+        known = {*by_layer} <= {*full} and all(given == found[-1] for given in found)
+        if not known or not isinstance(found[-1], dict) or not {*found[-1]} <= fields.keys():
+            expected = "head_dim and num_key_value_heads, the same for all layers without a window"
+            raise refusal(folder, "per_layer_config", by_layer, expected)
+        # A size that is missing is that of the other layers.
+        own = {**{key: config[key] for key in own}, **found[-1]}
+        check_fields(folder, own, fields, f"per_layer_config.{full[-1]}.")
+    groups = own["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    if heads % groups:
+        expected = f"a divisor of the {heads} attention heads"
+        raise refusal(folder, "num_global_key_value_heads", groups, expected)
+    if own["head_dim"] % 2:
+        expected = "an even number, for rotary positions"
+        raise refusal(folder, "global_head_dim", own["head_dim"], expected)
+    return groups, own["head_dim"]

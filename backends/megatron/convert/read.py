@@ -19,6 +19,7 @@ from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import (
     complete_blocks,
     expert_fields,
+    full_heads,
     gated_delta_fields,
     hybrid_layers,
     latent_fields,
@@ -32,6 +33,7 @@ from backends.megatron.convert.table import (
     LINEAR_ATTENTION,
     MAMBA_2,
     OUTPUT_LAYER,
+    SLIDING_ATTENTION,
     WORD_EMBEDDING,
     Family,
 )
@@ -41,7 +43,6 @@ from rlcore.errors import ModelError, named_by
 from rlcore.hf_config.fields import Field, check_fields, refusal
 from rlcore.hf_config.read import read_config
 
-SLIDING = "sliding_attention"
 INDEX = "model.safetensors.index.json"
 
 
@@ -68,6 +69,8 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         _complete_windows(folder, config, family)
     else:
         _check_supported(folder, given, config, family)
+    if family.normed_values:
+        config["full_heads"] = full_heads(folder, config)
     if config.get("quantization_config") is not None:
         _check_mxfp4(folder, config)
     if "rope_local_base_freq" in config:
@@ -99,6 +102,8 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         transformer=fields,
         windows=_layer_windows(config, family),
         blocks=_blocks(config) if family.single_blocks else (),
+        full_heads=config.get("full_heads"),
+        logit_cap=config.get("final_logit_softcapping"),
         max_tokens=config.get("index_topk"),
         head="value" if is_classifier else "lm",
         folder=folder,
@@ -232,6 +237,10 @@ def _transformer_fields(folder: Path, config: Mapping[str, Any], family: Family)
         fields |= {"activation_func_clamp_value": config["swiglu_limit"], "glu_linear_offset": 1.0}
     if family.zero_centred_norms:
         fields["layernorm_zero_centered_gamma"] = True
+    if family.normed_values:
+        fields["softmax_scale"] = 1.0
+        # The layers' weights have other shapes.
+        fields["hetereogenous_dist_checkpoint"] = True
     if "query_pre_attn_scalar" in config:
         fields["softmax_scale"] = config["query_pre_attn_scalar"] ** -0.5
     if family.experts is not None and (not family.single_blocks or "moe" in config["layer_types"]):
@@ -314,7 +323,7 @@ def _layer_windows(config: Mapping[str, Any], family: Family) -> tuple[int | Non
     if not family.windows:
         return ()
     window = config["sliding_window"]
-    return tuple(window if kind == SLIDING else None for kind in config["layer_types"])
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in config["layer_types"])
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -328,11 +337,12 @@ def _complete_windows(folder: Path, config: dict[str, Any], family: Family) -> N
     if config["layer_types"] is None:
         every = config.get("sliding_window_pattern", family.windows)
         config["layer_types"] = [
-            FULL_ATTENTION if (layer + 1) % every == 0 else SLIDING for layer in range(layers)
+            FULL_ATTENTION if (layer + 1) % every == 0 else SLIDING_ATTENTION
+            for layer in range(layers)
         ]
     kinds = config["layer_types"]
-    if len(kinds) != layers or not {*kinds} <= {SLIDING, FULL_ATTENTION}:
-        expected = f"{SLIDING!r} or {FULL_ATTENTION!r} for each of num_hidden_layers"
+    if len(kinds) != layers or not {*kinds} <= {SLIDING_ATTENTION, FULL_ATTENTION}:
+        expected = f"{SLIDING_ATTENTION!r} or {FULL_ATTENTION!r} for each of num_hidden_layers"
         raise refusal(folder, "layer_types", kinds, expected)
 
 
@@ -346,7 +356,10 @@ def _check_mxfp4(folder: Path, config: dict[str, Any]) -> None:
 def _with_ropes_by_type(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, with the positions of both types of layers as transformers 5 spells them."""
     sets = dict(config["rope_parameters"] or {})
-    for kind, theta in ((FULL_ATTENTION, "rope_theta"), (SLIDING, "rope_local_base_freq")):
+    for kind, theta in (
+        (FULL_ATTENTION, "rope_theta"),
+        (SLIDING_ATTENTION, "rope_local_base_freq"),
+    ):
         own = sets.get(kind) or {"rope_type": "default"}
         if isinstance(own, dict):
             scaled = (config["rope_scaling"] or {}) if kind == FULL_ATTENTION else {}

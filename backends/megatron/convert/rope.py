@@ -44,6 +44,8 @@ class Rope:
     original_length: int = 0
     attention_factor: float = 1.0
     query_beta: float = 0.0
+    # proportional
+    turned_pairs: int = 0
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -79,7 +81,7 @@ def read_ropes(
     new = _spelled(folder, "rope_parameters", given)
     default = family.fields["rope_parameters"].default
     if not old and given.get("rope_parameters") is None and default is not None:
-        new = {_ALL: default}
+        new = _spelled(folder, "rope_parameters", {**config, "rope_parameters": default})
     if old and new and old != new:
         raise refusal(
             folder,
@@ -101,7 +103,9 @@ def read_ropes(
         if _ALL not in sets and said.get("rope_type") == "yarn":
             # transformers does not look for it in a set of one type of layers.
             check_fields(folder, said, {"truncate": Field("flag", True, only=True)}, within)
-        ropes[kind] = _rope(folder, within, said, config, family, head_dim)
+        full = kind == FULL_ATTENTION and config.get("full_heads")
+        size = config["full_heads"][1] if full else head_dim
+        ropes[kind] = _rope(folder, within, said, config, family, size)
     return ropes
 
 
@@ -158,15 +162,7 @@ def _rope(
     head_dim: int,
 ) -> Rope:
     kind = said.get("rope_type", "default")
-    kinds = ("default", "yarn") if family.latent_attention else tuple(ROPE)
-    if family.scaled_queries:
-        kinds = ("llama3", "yarn", "longrope")
-    if kind not in kinds:
-        attention = "latent attention" if family.latent_attention else "its attention"
-        expected = f"{', '.join(kinds)}, which {attention} supports"
-        if kind == "dynamic":
-            expected += "; dynamic gives a token another angle whenever its sequence grows"
-        raise refusal(folder, f"{within}rope_type", kind, expected)
+    _check_kind(folder, within, kind, family)
     longest = config["max_position_embeddings"]
     said = {
         "rope_theta": config["rope_theta"],
@@ -181,7 +177,8 @@ def _rope(
     if family.scaled_queries:
         fields |= SCALED_QUERIES
     settings = check_fields(folder, said, fields, within)
-    dim = _rotated(folder, head_dim, settings["partial_rotary_factor"])
+    part = settings["partial_rotary_factor"]
+    dim = head_dim if kind == "proportional" else _rotated(folder, head_dim, part)
     common: dict[str, Any] = {
         "kind": kind,
         "theta": float(settings["rope_theta"]),
@@ -190,6 +187,9 @@ def _rope(
     }
     if kind == "default":
         return Rope(**common)
+    if kind == "proportional":
+        turned = int(part * head_dim // 2)
+        return Rope(**common, factor=float(settings["factor"]), turned_pairs=turned)
     original = settings.get("original_max_position_embeddings", 0)
     factor = settings["factor"]
     common |= {
@@ -218,6 +218,19 @@ def _rope(
     if kind == "longrope":
         return Rope(**common, **_longrope(folder, within, settings, common))
     return Rope(**common)
+
+
+def _check_kind(folder: Path, within: str, kind: Any, family: Family) -> None:
+    """Refuse a kind of positions that the family's attention does not have."""
+    kinds = ("default", "yarn") if family.latent_attention else tuple(ROPE)
+    if family.scaled_queries:
+        kinds = ("llama3", "yarn", "longrope")
+    if kind not in kinds:
+        attention = "latent attention" if family.latent_attention else "its attention"
+        expected = f"{', '.join(kinds)}, which {attention} supports"
+        if kind == "dynamic":
+            expected += "; dynamic gives a token another angle whenever its sequence grows"
+        raise refusal(folder, f"{within}rope_type", kind, expected)
 
 
 def _rotated(folder: Path, head_dim: int, part: float | None) -> int:

@@ -9,6 +9,7 @@ from backends.megatron.convert.table import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     OUTPUT_LAYER,
+    SLIDING_ATTENTION,
     VALUE_HEAD,
     WORD_EMBEDDING,
     Entry,
@@ -311,4 +312,69 @@ NEMOTRON_H_ROWS = (
     whole("decoder.final_layernorm.weight", "model.norm_f.weight", "hidden"),
     whole(OUTPUT_LAYER, "lm_head.weight", "vocab", "hidden", split=Split.VOCAB),
     whole(VALUE_HEAD, "score.weight", "one", "hidden"),
+)
+
+
+# --- norms behind attention and MLP, windows ---
+
+# One norm over all heads of queries, and one over those of keys.
+NORMS_OVER_HEADS = tuple(
+    whole(
+        ATTENTION_M + f"{name}_layernorm.weight",
+        ATTENTION_H + f"{name}_norm.weight",
+        rows,
+        split=Split.COLUMN,
+    )
+    for name, rows in (("q", "query"), ("k", "key"))
+)
+
+_NORMS_BEFORE = (M + "input_layernorm.weight", M + "pre_mlp_layernorm.weight")
+_NORMS_BEHIND = (
+    whole(M + "post_self_attn_layernorm.weight", H + "post_attention_layernorm.weight", "hidden"),
+    whole(M + "post_mlp_layernorm.weight", H + "post_feedforward_layernorm.weight", "hidden"),
+)
+OLMO3_ROWS = (
+    *(entry for entry in DENSE if entry.megatron not in _NORMS_BEFORE),
+    *_NORMS_BEHIND,
+    *NORMS_OVER_HEADS,
+)
+GEMMA3_ROWS = (
+    *(entry for entry in DENSE if entry.megatron != _NORMS_BEFORE[1]),
+    whole(_NORMS_BEFORE[1], H + "pre_feedforward_layernorm.weight", "hidden"),
+    *_NORMS_BEHIND,
+    *QK_NORM,
+)
+
+_BY_TYPE = (ATTENTION_M + "linear_qkv.weight", ATTENTION_M + "linear_proj.weight")
+# In layers without a window heads have another size, and there is no projection of values.
+GEMMA4_ROWS = (
+    *(
+        replace(entry, layers=SLIDING_ATTENTION)
+        if entry in QK_NORM or entry.megatron in _BY_TYPE
+        else entry
+        for entry in GEMMA3_ROWS
+    ),
+    *(
+        replace(entry, parts=(Part(entry.names[0], ("full_head",)),), layers=FULL_ATTENTION)
+        for entry in QK_NORM
+    ),
+    Entry(
+        _BY_TYPE[0],
+        tuple(
+            Part(ATTENTION_H + f"{name}_proj.weight", (rows, "hidden"))
+            for name, rows in (("q", "full_query"), ("k", "full_key"))
+        ),
+        Split.QKV,
+        layers=FULL_ATTENTION,
+        group="full_head",
+    ),
+    whole(
+        _BY_TYPE[1],
+        ATTENTION_H + "o_proj.weight",
+        "hidden",
+        "full_query",
+        split=Split.ROW,
+        layers=FULL_ATTENTION,
+    ),
+    whole(M + "layer_scalar", H + "layer_scalar", "one"),
 )

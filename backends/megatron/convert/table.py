@@ -24,6 +24,7 @@ _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+
 # Words of `layer_types`.
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
+SLIDING_ATTENTION = "sliding_attention"
 
 # [1, hidden], replicated over TP; Hugging Face's `score.weight`.
 VALUE_HEAD = "value_head.weight"
@@ -231,6 +232,11 @@ class Family:
     # The inputs of attention and MLP pass norms; so do their outputs.
     norms_before: bool = True
     norms_behind: bool = False
+    # Values pass a norm without weights. In layers without a window the keys before their norm are
+    # the values too, and heads have sizes of their own.
+    normed_values: bool = False
+    # The output of each layer is multiplied by a number, which is not trained.
+    scaled_layers: bool = False
     # The embeddings are multiplied by the square root of the hidden size.
     scaled_embeddings: bool = False
     # "relu2": of feed-forward nets without a gate.

@@ -143,14 +143,14 @@ class _FusedNorm(torch.autograd.Function):
     """The tensors that CUDA's kernel of an RMSNorm saves: the input, the weight and 1 / rms."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

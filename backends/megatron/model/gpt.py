@@ -25,11 +25,12 @@ from backends.megatron.checks.transformer_fields import (
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.shim import replaced
-from backends.megatron.model.head import LogprobHead, Targets, ValueHead
+from backends.megatron.model.head import LogprobHead, Targets
 from backends.megatron.model.layer_specs import layer_specs, prediction_layer_spec
 from backends.megatron.model.layers import LOCAL_FIELDS
 from backends.megatron.model.moe import keep_no_graphs, moe_fields
 from backends.megatron.model.mtp import MultiTokenPrediction, Prediction
+from backends.megatron.model.value_head import ValueHead
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
@@ -134,7 +135,12 @@ class PolicyModel(PackModel):
     """A language model; its output is (logprobs [M], entropy [M] or None)."""
 
     def __init__(
-        self, *args: Any, true_vocab_size: int, prediction: Prediction | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        true_vocab_size: int,
+        logit_cap: float | None = None,
+        prediction: Prediction | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
@@ -142,6 +148,7 @@ class PolicyModel(PackModel):
         self.received_embedding: Tensor | None = None
         if self.post_process:
             self.output_layer.__class__ = LogprobHead
+            self.output_layer.logit_cap = logit_cap
             if prediction is not None:
                 self.prediction = MultiTokenPrediction(
                     self.config, prediction, vp_stage=self.vp_stage, groups=self.pg_collection
@@ -234,6 +241,7 @@ def build_chunks(
                     **common,
                     share_embeddings_and_output_weights=arch.tie_word_embeddings,
                     true_vocab_size=arch.vocab_size,
+                    logit_cap=arch.logit_cap,
                     prediction=prediction,
                 )
         keep_no_graphs(chunk)

@@ -1,4 +1,4 @@
-"""The heads of the models: log-probs and entropy, or values, at trainable positions.
+"""The head of language models: log-probs and entropy at trainable positions.
 
 Log-probs and entropy of hidden states under a vocabulary-parallel output layer are computed tile by
 tile. A tile is a block of the logits, small enough for the caches and square enough for the
@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from backends.megatron.batch.pack import MicroBatch
@@ -58,6 +58,9 @@ class LogprobHead(ColumnParallelLinear):
     Its state has the names and sharding of the stock layer.
     """
 
+    # Logits are cap * tanh(logits / cap); None: not capped.
+    logit_cap: float | None = None
+
     def forward(  # type: ignore[override]
         self, hidden: Tensor, targets: Targets, vocab_size: int, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -90,46 +93,10 @@ class LogprobHead(ColumnParallelLinear):
             entropy=targets.options.entropy,
             fp32=targets.options.fp32,
             temperature=targets.options.temperature,
+            cap=self.logit_cap,
             tile_elements=targets.options.chunk_elements,
             sampling_mask=micro.sampling_mask,
         )
-
-
-class ValueHead(nn.Module):
-    """A linear map to one value, replicated over TP.
-
-    Its weight is initialised with std 1 / sqrt(hidden + 1), the same on every rank. Values are
-    computed in fp32 on the rank's own share of the tokens, so that under sequence parallelism only
-    [T] is gathered. The weight's gradient is then partial on every rank; the mark on the weight
-    makes Megatron sum it.
-    """
-
-    def __init__(self, config: Any, tp_group: ProcessGroup, *, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        initial = (
-            torch.randn(1, config.hidden_size, generator=generator)
-            * (config.hidden_size + 1) ** -0.5
-        )
-        # Inside `megatron_device("cpu")` this is the CPU.
-        device = torch.cuda.current_device()
-        self.weight = nn.Parameter(initial.to(device=device, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.sequence_parallel = config.sequence_parallel
-        self.tp_group = tp_group
-
-    def forward(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """Compute the values [M] of the states before the target tokens, in fp32.
-
-        `hidden` is [T, 1, H], or its sequence-parallel share.
-        """
-        values = (hidden[:, 0].float() @ self.weight.float().t())[:, 0]
-        # All ranks compute the same loss, so the backward takes the rank's share without a sum.
-        if self.sequence_parallel:
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return values.index_select(0, targets.micro.target_index)
 
 
 # --- the fused log-probs --------------------------------------------------------------------------
@@ -151,19 +118,22 @@ def fused_logprobs(
     entropy: bool = True,
     fp32: bool = False,
     temperature: float = 1.0,
+    cap: float | None = None,
     tile_elements: int | None = None,
     sampling_mask: BatchSamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (logprobs [M], entropy [M] or None), in fp32 or wider.
 
-    The distribution is softmax(hidden @ weight.T / temperature) over the first `vocab_size`
-    columns; with `sampling_mask`, over only the columns of a row's mask, renormalised. The gradient
-    of `hidden` is this rank's part, which the caller's region op sums over `tp`.
+    The logits are hidden @ weight.T, the distribution is softmax(logits / temperature) over the
+    first `vocab_size` columns; with `sampling_mask`, over only the columns of a row's mask,
+    renormalised. The gradient of `hidden` is this rank's part, which the caller's region op sums
+    over `tp`.
 
     Args:
         hidden: [M, H].
         weight: [V/tp, H].
         tokens: int64 [M].
+        cap: logits are cap * tanh(logits / cap).
         fp32: round neither logits nor the summands of gradients to the dtype of bf16 factors.
         sampling_mask: on the device of `hidden`.
         tile_elements: logits in memory at one time; by default `default_chunk_elements`.
@@ -173,7 +143,7 @@ def fused_logprobs(
     elements = tile_elements or (fused if fuses(hidden.device) else default)
     first = tp.rank() * weight.size(0)
     live = min(max(vocab_size - first, 0), weight.size(0))
-    shard = _Shard(first, live, temperature, elements, fp32, sampling_mask)
+    shard = _Shard(first, live, temperature, cap, elements, fp32, sampling_mask)
     return _FusedLogprobs.apply(hidden, weight, tokens, shard, entropy, tp)
 
 
@@ -184,6 +154,7 @@ class _Shard:
     first: int  # token of the first column
     live: int  # number of columns that are real tokens
     temperature: float
+    cap: float | None  # of the logits
     elements: int  # at most this many in a tile
     fp32: bool  # products of bf16 factors are not rounded to bf16
     sampling_mask: BatchSamplingMasks | None
@@ -231,7 +202,11 @@ class _Tiles:
         """Compute a tile of hidden @ weight.T / temperature, valid until the next call."""
         z = _view(self._product, rows, columns)
         weight = self.weight[columns].t()
-        add_product(z, self.hidden[rows], weight, beta=0, alpha=1 / self.shard.temperature)
+        temperature = self.shard.temperature
+        cap = self.shard.cap
+        add_product(z, self.hidden[rows], weight, beta=0, alpha=1 / (cap or temperature))
+        if cap is not None:
+            z.tanh_().mul_(cap / temperature)
         if self.shard.sampling_mask is not None:
             z.masked_fill_(~self._unmasked(self.shard.sampling_mask, rows, columns), _NO_COLUMN)
         return z
@@ -241,6 +216,12 @@ class _Tiles:
         product = self.product(rows, columns)
         logits = _view(self._logits, rows, columns)
         return logits if self._product is self._logits else logits.copy_(product)
+
+    def slope(self, z: Tensor) -> Tensor | None:
+        """The derivative of the capped logits by the logits, of a tile; None: no cap."""
+        if self.shard.cap is None:
+            return None
+        return 1 - (z.to(self.dtype) * (self.shard.temperature / self.shard.cap)).square()
 
     def exp(self, z: Tensor) -> Tensor:
         """Compute e^z in a separate buffer, valid until the next call."""
@@ -460,11 +441,14 @@ def _d_logits(
         column = tokens[rows] - (tiles.shard.first + columns.start)
         d_target = none if d_logprobs is None else d_logprobs[rows]
         product = tiles.product(rows, columns)
+        slope = tiles.slope(product)
         given = (product, column, normalizer, through_p, spread, d_target)
         d_z: Tensor = _fused_gradient(*given, tiles.hidden.dtype)
-        return d_z
+        return d_z if slope is None else d_z.mul_(slope)
+    z = tiles.logits(rows, columns)
+    slope = tiles.slope(z)
     # z is log p.
-    z = tiles.logits(rows, columns).sub_(normalizer[:, None])
+    z.sub_(normalizer[:, None])
     p = tiles.exp(z)
     if d_entropy is None:
         p.mul_(through_p[:, None])
@@ -475,4 +459,6 @@ def _d_logits(
     if d_logprobs is not None:
         column, there = tiles.target(tokens, rows, columns)
         p.scatter_(1, column, p.gather(1, column) + d_logprobs[rows, None] * there)
+    if slope is not None:
+        p.mul_(slope)
     return tiles.as_operand(p, rows, columns)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -44,6 +45,7 @@ from backends.megatron.model.attention.divided_heads import (
     divides_heads,
 )
 from backends.megatron.model.attention.latent import LatentAttention, LatentRMSNorm
+from backends.megatron.model.attention.normed_values import NormedValues
 from backends.megatron.model.elementwise import (
     ClampedSwiGLU,
     GeGLU,
@@ -97,13 +99,18 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, layer: int) -> Mo
         spec.submodules.self_attention.module = DividedHeads
     elif config.attention_output_gate:
         spec.submodules.self_attention.module = GatedAttention
+    if arch.table.normed_values:
+        attention = spec.submodules.self_attention
+        attention.module = NormedValues
+        full = arch.full_heads if arch.windows[layer] is None else None
+        attention.params = {**attention.params, "full_heads": full}
     if arch.table.norm_over_heads:
         norm_over_heads(spec, config)
     if arch.table.windows:
         core = spec.submodules.self_attention.submodules.core_attention
         core.params |= {"window": arch.windows[layer], "sinks": arch.table.sinks}
     if arch.table.norms_behind:
-        spec.module = NormedOutputs
+        spec.module = ScaledLayer if arch.table.scaled_layers else NormedOutputs
     if not arch.table.norms_before:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
     if arch.blocks:
@@ -257,6 +264,19 @@ class NormedOutputs(TransformerLayer):
             norm = LocalRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.add_module(f"post_{name}_layernorm", norm)
             setattr(self, f"{name}_bda", _normed(getattr(self, f"{name}_bda"), norm))
+
+
+class ScaledLayer(NormedOutputs):
+    """A layer whose output is multiplied by a number of the folder."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As of Megatron's layer."""
+        output, context = super().forward(*args, **kwargs)
+        return output * self.layer_scalar, context
 
 
 def _normed(make: Callable[[bool, bool], Add], norm: LocalRMSNorm) -> Callable[[bool, bool], Add]:

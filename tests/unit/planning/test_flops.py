@@ -61,7 +61,7 @@ def test_the_example_models_have_the_published_number_of_weights() -> None:
         ("Mistral-Nemo-12B", 12.25), ("SmolLM3-3B", 3.08), ("Seed-OSS-36B", 36.15),
         ("Moonlight-16B-A3B", 15.96), ("GLM-4.7-Flash", 29.9), ("Kimi-K2", 1026),
         # without the vision tower
-        ("Ministral-3-8B", 8.49), ("Gemma-3-27B", 27.01),
+        ("Ministral-3-8B", 8.49), ("Gemma-3-27B", 27.01), ("Gemma-4-31B", 30.7),
         ("Olmo-3-7B", 7.298), ("Kimi-K2.5", 1026), ("DeepSeek-V3", 671),
         ("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83), ("MiniMax-M2", 228.7),
         ("Nemotron-3-Nano-30B-A3B", 31.58),

@@ -33,6 +33,8 @@ MERGED_FROM = 3.0
 LONG_PREFIX = 256
 # The same for the variable-length kernel (section "sharing" of benchmarks/gpu.sh, on an H100).
 MERGED_FROM_VARLEN = 4.0
+# The largest head of FlashAttention's kernels.
+MAX_VARLEN_HEAD = 256
 
 
 class CoreAttention(MegatronModule):
@@ -85,7 +87,7 @@ class CoreAttention(MegatronModule):
         """q [T, heads, d], k [T, groups, d] and v [T, groups, d_v] -> [T, heads * d_v]."""
         key, value = gather_keys_values(key, value, self.cp_group)
         layout: PackLayout = packed_seq_params.layout
-        varlen = uses_varlen(query.device, query.dtype)
+        varlen = query.size(-1) <= MAX_VARLEN_HEAD and uses_varlen(query.device, query.dtype)
         same_heads = query.size(-1) == value.size(-1)
         sinks = self.softmax_offset
         if sinks is not None or (

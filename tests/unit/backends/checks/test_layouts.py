@@ -30,6 +30,9 @@ MODELS: dict[str, dict[str, Any]] = {
             "architectures": ["LlamaForCausalLM"]},
     "narrow": {**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3, "model_type": "llama",
                "architectures": ["LlamaForCausalLM"]},
+    "two_heads": {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0},
     "hybrid": {**SIZES, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
                "head_dim": 8, "linear_num_key_heads": 6, "linear_num_value_heads": 6},
 }  # fmt: skip
@@ -64,6 +67,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "policy.parallel.tensor: 12 does not fit the model's 2 KV heads of size 8: expected a divisor "
      "of 2, or a multiple of it that divides 16, the rows of all KV heads; set it to 4",
      "tensor=4"),
+    ("two_heads", "tensor=4 processes=4",
+     "policy.parallel.tensor: 4 does not divide the model's 4 KV heads of layers with a window and "
+     "2 of the others; set it to 2", "tensor=2"),
     ("hybrid", "tensor=4 processes=4",
      "policy.parallel.tensor: 4 does not divide the model's key heads of the gated delta rule (6); "
      "set it to 2", "tensor=2"),

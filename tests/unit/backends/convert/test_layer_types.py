@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3Config, Gemma3TextConfig, Olmo3Config
+from transformers import Gemma3Config, Gemma3TextConfig, Gemma4TextConfig, Olmo3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from backends.megatron.batch.rotary import inverse_frequencies
@@ -57,6 +58,73 @@ def test_layers_have_the_positions_and_windows_of_their_type(
         assert inverse_frequencies(rope).tolist() == theirs.tolist()
     assert arch.transformer["softmax_scale"] == 24**-0.5
     assert arch.tie_word_embeddings
+
+
+GEMMA4 = {
+    **CONFIG, "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "head_dim": 8,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+WIDE = {"head_dim": 16, "num_key_value_heads": 1}
+
+
+def read_gemma4(folder: Path, **changes: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({**GEMMA4, **changes}))
+    return read_architecture(folder, weights=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_head_dim": 16, "num_global_key_value_heads": 1},
+        {"global_head_dim": 16, "num_key_value_heads": 1},
+        {"per_layer_config": {}},
+        {"per_layer_config": {str(layer): {"head_dim": 16} for layer in (1, 3, 5, 6)}},
+        {"per_layer_config": {str(layer): WIDE for layer in (1, 3, 5, 6)},
+         "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "factor": 2.0,
+                "partial_rotary_factor": 0.5}}},
+    ],
+    ids=["published", "one number", "saved alike", "saved head size", "saved"],
+)  # fmt: skip
+def test_layers_without_a_window_have_heads_of_their_own(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    arch = read_gemma4(tmp_path, **changes)
+    config = Gemma4TextConfig(**copy.deepcopy({**GEMMA4, **changes}))
+    module: Any = Gemma4TextRotaryEmbedding(config)
+    for layer, kind in enumerate(config.layer_types):
+        own = config.per_layer_config[layer]
+        sizes = (own.num_key_value_heads, own.head_dim)
+        if kind == "full_attention":
+            assert arch.full_heads == sizes
+        else:
+            fields = arch.transformer
+            assert (fields["num_query_groups"], fields["kv_channels"]) == sizes
+        theirs = getattr(module, f"{kind}_inv_freq")
+        assert inverse_frequencies(arch.ropes[layer]).tolist() == theirs.tolist()
+    assert arch.transformer["softmax_scale"] == 1.0
+    assert arch.logit_cap == 30.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size_per_layer_input": 256}, {"num_kv_shared_layers": 2},
+        {"use_double_wide_mlp": True}, {"enable_moe_block": True}, {"attention_k_eq_v": False},
+        {"use_bidirectional_attention": "all"}, {"layer_types": ["sliding_attention"] * 7},
+        {"per_layer_config": {"1": WIDE}}, {"num_global_key_value_heads": 3},
+        {"global_head_dim": 15},
+        {"per_layer_config": {"1": {**WIDE, "head_dim": 8}, "3": WIDE, "5": WIDE, "6": WIDE}},
+        {"per_layer_config": {str(layer): {**WIDE, "x": 1} for layer in (1, 3, 5, 6)}},
+    ],
+)  # fmt: skip
+def test_other_parts_of_gemma_4_are_refused_by_name(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        read_gemma4(tmp_path, **changes)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

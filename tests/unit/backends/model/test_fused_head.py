@@ -84,6 +84,7 @@ def dense(
     tokens: Tensor,
     temperature: float,
     sampling_mask: BatchSamplingMasks | None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Row by row, over its allowed columns alone."""
     logprobs = []
@@ -97,7 +98,10 @@ def dense(
             ].tolist()
         )
         allowed = torch.tensor(columns or range(VOCAB))
-        log_p = (weight[allowed] @ hidden[row] / temperature).log_softmax(0)
+        logits = weight[allowed] @ hidden[row]
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        log_p = (logits / temperature).log_softmax(0)
         logprobs.append(log_p[allowed.tolist().index(token)])
         entropies.append(-(log_p.exp() * log_p).sum())
     return torch.stack(logprobs), torch.stack(entropies)
@@ -106,13 +110,14 @@ def dense(
 @pytest.mark.parametrize("tile", [None, 1, 7, 50])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cap", [None, 2.5])
 def test_values_and_gradients_are_those_of_the_dense_formula(
-    tile: int | None, temperature: float, masked: bool
+    tile: int | None, temperature: float, masked: bool, cap: float | None
 ) -> None:
     hidden, weight, tokens = inputs()
     sampling_mask = mask_around(tokens) if masked else None
     a, b = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    want = dense(hidden, weight, tokens, temperature, sampling_mask)
+    want = dense(hidden, weight, tokens, temperature, sampling_mask, cap)
     got = fused_logprobs(
         hidden,
         weight,
@@ -120,6 +125,7 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
         vocab_size=VOCAB,
         tp=TP,
         temperature=temperature,
+        cap=cap,
         tile_elements=tile,
         sampling_mask=sampling_mask,
     )

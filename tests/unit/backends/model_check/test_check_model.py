@@ -24,6 +24,7 @@ with importing_megatron():
     from backends.megatron.model_check import check as checks
     from backends.megatron.model_check.check import StageReport, check_model
 from rlcore import cli
+from rlcore.hf_config.language import PREFIXES
 from tests.language_models import VISION, draw
 from tests.peak_bytes import peak_bytes
 
@@ -78,6 +79,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**GROUPED, "query_pre_attn_scalar": 24, "sliding_window": 4, "pad_token_id": None},
     ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 4,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 3.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "olmo3": (
         "Olmo3",
         {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
@@ -124,6 +137,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], bool]] = {
     "kimi_k2": ("deepseek_v3", {"model_type": "kimi_k2"}, False),
     "kimi_k25": ("deepseek_v3", {"model_type": "kimi_k25"}, True),
     "gemma3": ("gemma3_text", {"model_type": "gemma3"}, True),
+    "gemma4": ("gemma4_text", {"model_type": "gemma4"}, True),
     "mistral3/mistral": ("mistral", {"model_type": "mistral3"}, True),
     "mistral3/ministral3": ("ministral3", {"model_type": "mistral3"}, True),
 }  # fmt: skip
@@ -156,7 +170,11 @@ def write_renamed(name: str, models: Path) -> None:
         tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(2, 2)
     if inside:
         config = {"text_config": config}
-        tensors = {f"language_model.{key}": tensor for key, tensor in tensors.items()}
+        table, own = PREFIXES[name.partition("/")[0]]
+        tensors = {
+            own + key.removeprefix(table) if key.startswith(table) else key: tensor
+            for key, tensor in tensors.items()
+        }
     (models / name).mkdir(parents=True)
     (models / name / "config.json").write_text(json.dumps({**config, **fields}))
     save_file(tensors, models / name / "model.safetensors")

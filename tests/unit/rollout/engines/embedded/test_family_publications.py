@@ -26,6 +26,7 @@ NAMES = (
     "smollm3",
     "mistral3",
     "gemma3",
+    "gemma4",
     "olmo3",
     "glm4_moe_lite",
     "nemotron_h",
