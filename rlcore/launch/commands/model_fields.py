@@ -34,6 +34,15 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {**_EXPERTS_ALONE, **_PARTIAL},
     "gpt_oss": {**_EXPERTS_ALONE, **_WINDOWS},
     "gemma3_text": _WINDOWS,
+    "gemma4_text": {
+        **_WINDOWS,
+        "attention_k_eq_v": True,
+        "global_head_dim": "head_dim",
+        "num_global_key_value_heads": "num_key_value_heads",
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "olmo3": _WINDOWS,
     "glm4_moe": {**_PARTIAL, "attention_bias": True, "use_qk_norm": True},
     "deepseek_v3": _LATENT,
     "deepseek_v32": _SPARSE,
@@ -61,6 +70,8 @@ _QWEN_TOWER = {
 }  # fmt: skip
 # By `model_type`: the vision tower of a model whose language model is a part of it.
 VISION: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {**_LAYERS, "image_size": 64, "vision_use_head": False},
+    "gemma4": {**_LAYERS, "num_key_value_heads": 2, "head_dim": 8},
     "mistral3": {**_LAYERS, "head_dim": 8, "image_size": 16},
     "kimi_k25": {**_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4},
     "qwen3_5": _QWEN_TOWER,
