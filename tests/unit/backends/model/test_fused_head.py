@@ -273,7 +273,7 @@ def head_errors(largest: float, *, fp32: bool) -> dict[str, float]:
     tiles = head_module._Tiles(
         hidden.detach(),
         weight.detach(),
-        head_module._Shard(0, WIDE["vocab"], 1.0, 1 << 22, fp32, None),
+        head_module._Shard(0, WIDE["vocab"], 1.0, None, 1 << 22, fp32, None),
     )
     tile = tiles.product(slice(0, WIDE["rows"]), slice(0, WIDE["vocab"])).double()
     got = fused_logprobs(
