@@ -103,7 +103,7 @@ class MegatronBackend:
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
         # 1 in greedy and supervised runs.
-        temperature = 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
+        temperature = 1.0 if config.learns_from_rows else config.rollout.sampling.temperature or 1.0
         self._head = HeadOptions(
             temperature, policy.logprobs.chunk_elements, fp32=policy.logprobs.fp32_head
         )

@@ -42,6 +42,16 @@ _ROWS = (
     ("train/critic_lr", "learning rate of the critic at this step", "-", "1"),
     ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last "
      "optimizer step", "-", "1"),
+    # preferences
+    ("preference/loss", "loss of the preference estimator", "pairs; answers for kto", "1"),
+    ("preference/accuracy", "the chosen answer has the larger implicit reward", "pairs", "share"),
+    ("preference/margin", "implicit reward of the chosen answer less that of the rejected one",
+     "pairs", "reward"),
+    ("preference/chosen_reward", "reward that the policy implies for a chosen, or good, answer, as "
+     "the estimator defines it", "answers", "reward"),
+    ("preference/rejected_reward", "the same of a rejected, or bad, answer", "answers", "reward"),
+    ("preference/chosen_logprob", "mean log-prob of a token of a chosen answer", "answers", "nats"),
+    ("preference/rejected_logprob", "the same of a rejected answer", "answers", "nats"),
     # rollout service
     ("rollout/scored_samples", "samples that were given a reward, since the row before; with those "
      "that filters dropped and the greedy ones of a baseline", "-", "samples"),
@@ -99,6 +109,10 @@ _ROWS = (
     ("eval/score", "reward of the held-out prompts", "rollouts", "reward"),
     ("eval/accuracy", "1 where the answer is right; absent where nothing says right or wrong",
      "rollouts with a verdict", "share"),
+    ("eval/loss", "negative log-prob of held-out labels, in supervised fine-tuning", "tokens",
+     "nats"),
+    ("eval/preference_<name>", "of held-out rows, what preference/<name> is of those trained on",
+     "pairs, or answers", "as there"),
     ("eval/sequence_lengths", "trainable tokens", "rollouts", "tokens"),
     ("eval/stop_token_rate", "1 where the response ended with a stop token", "rollouts", "share"),
     ("eval/reward_errors", "samples on which a part of the reward raised or returned no number",
@@ -158,7 +172,18 @@ _ROWS = (
 )  # fmt: skip
 
 _SECTIONS = (
-    *("", "objective", "loss", "policy", "train", "val", "rollout", "conversation", "correction"),
+    *(
+        "",
+        "objective",
+        "preference",
+        "loss",
+        "policy",
+        "train",
+        "val",
+        "rollout",
+        "conversation",
+        "correction",
+    ),
     *("curriculum", "eval", "time", "perf"),
 )
 

@@ -191,6 +191,12 @@ class GuardedEstimator(Guarded):
                     f" {sequence} at its token {token - int(inputs.cu_seqlens[sequence])}"
                     f" ({bad.numel()} of {value.numel()} tokens)"
                 )
+        for name, value in result.metrics.items():
+            if not isinstance(value, torch.Tensor) or not value.numel() or value.requires_grad:
+                raise OutputError(
+                    f"estimator {self.name!r}: metrics[{name!r}]: expected a tensor with one number"
+                    f" or more and no gradient, got {value!r}"
+                )
         return result
 
 

@@ -72,6 +72,8 @@ class Advantages:
 
     advantages: Tensor  # float [M]
     returns: Tensor | None = None  # float [M]
+    # By the metric's name, vectors of any length but 0, whose means are logged.
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("advantages", "returns"):

@@ -36,9 +36,15 @@ def in_weight_group(engine: EngineConfig) -> bool:
     return engine.transport in ("auto", "distributed") and not engine.colocated
 
 
+def compares_pairs(config: Config) -> bool:
+    """Whether every row must have a chosen and a rejected answer; not known of a plugin."""
+    declared = ESTIMATORS.get(config.algorithm.estimator.name)
+    return declared is not None and declared.pairs
+
+
 def generates(config: Config) -> bool:
     """Whether engines generate the training data, rather than labels or a recording."""
-    return not config.is_sft and config.training.replay is None
+    return not config.learns_from_rows and config.training.replay is None
 
 
 def truncates(config: Config) -> bool:
@@ -70,7 +76,7 @@ def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool
     Args:
         estimator_needs: the fields that the built estimator declares.
     """
-    return not config.is_sft and bool(
+    return not config.learns_from_rows and bool(
         config.algorithm.distillation.coef or "teacher_logprobs" in estimator_needs
     )
 
@@ -107,8 +113,8 @@ def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, An
 
 def samples_per_step(config: Config) -> int:
     """Return how many sequences one step trains on."""
-    if config.is_sft:
-        return config.training.batch_size
+    if config.learns_from_rows:
+        return config.training.batch_size * (1 + config.is_preference)
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
@@ -129,7 +135,7 @@ def total_steps(config: Config, num_prompts: int) -> int:
         )
     if num_prompts < 1:
         raise ValueError(f"training.epochs needs the number of prompts, got {num_prompts}")
-    per_step = training.batch_size if config.is_sft else config.rollout.prompts_per_step
+    per_step = training.batch_size if config.learns_from_rows else config.rollout.prompts_per_step
     # as written: in floats 1.1 * 100 is more than 110
     return max(1, math.ceil(Fraction(str(training.epochs)) * num_prompts / per_step))
 

@@ -174,6 +174,8 @@ class RolloutBatch:
     routed_experts: Tensor | None = None
     # Versions of the policy that made the M trainable tokens. None: no engine made them.
     versions: TokenVersions | None = None
+    # What the estimator measured.
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # int64 [B+1], over trainable tokens.

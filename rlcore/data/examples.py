@@ -20,6 +20,14 @@ from numpy.typing import NDArray
 from rlcore.config.sections.data import AUTO, DataConfig
 from rlcore.data.messages import Message, check_messages, dress, parse_tools
 from rlcore.data.paths.hub import check_path, expand, open_path
+from rlcore.data.preferences import (
+    CHOSEN,
+    COMPLETION,
+    PREFERENCE,
+    REJECTED,
+    VERDICT,
+    read_preference,
+)
 from rlcore.data.rows import RowFile, has, pick, shorten, without_nulls
 from rlcore.errors import DataError, named_by
 
@@ -28,6 +36,7 @@ logger = logging.getLogger(__name__)
 _FIRST_ROWS = 32  # rows whose columns determine the format
 # Fields of maps that hold the reference to compare an answer with.
 ANSWERS = ("ground_truth", "answer", "target", "label", "value")
+_ANSWERS_OF_PAIRS = (CHOSEN, REJECTED, COMPLETION, VERDICT)
 SOURCE = "source"  # key of `Example.extra`, and so of `Sample.metadata`
 
 
@@ -52,6 +61,9 @@ FORMATS: Mapping[str, Format] = {
     "open-instruct": Format(("messages",), ("ground_truth",), source="dataset"),
     "openai": Format(("messages", "question"), ("answer",), tools="tools", label_needed=False),
     "slime": Format(("prompt",), ("label",), tools="tools", metadata="metadata"),
+    PREFERENCE: Format(
+        ("prompt", "question", "instruction", CHOSEN), (CHOSEN, COMPLETION), tools="tools"
+    ),
     "plain": Format(("prompt", "question", "problem"), ("label", "answer", "solution")),
     "trl": Format(
         ("prompt",),
@@ -75,12 +87,17 @@ class Example:
     label_key: str | None = None  # the key that the label was read from
     # The assistant's message at the end of `messages`, which is not part of the prompt.
     answer: Message | None = None
+    # `rlcore.data.preferences`: the worse answer of a pair, and whether a label alone is good.
+    rejected: str | Message | None = None
+    is_good: bool = True
 
     @property
     def contribution(self) -> tuple[Any, ...]:
         """All parts that rewards, workflows and templates may read, without the row's location."""
         kwargs = dict(self.chat_kwargs)
-        return (self.prompt, self.label, self.extra, self.tools, self.answer, kwargs)
+        whole = (self.prompt, self.label, self.extra, self.tools, self.answer, kwargs)
+        is_usual = self.rejected is None and self.is_good
+        return whole if is_usual else (*whole, self.rejected, self.is_good)
 
 
 @dataclass(frozen=True)
@@ -142,6 +159,8 @@ class Part:
     def example(self, index: int, row: dict[str, Any]) -> Example:
         """Make an example of row `index`. Raises DataError if the row lacks a part."""
         where = self.rows.where(index)
+        if self.format == PREFERENCE:
+            return self._preference(where, row)
         prompt = self._value(where, row, self.prompt, "data.prompt_key")
         if isinstance(prompt, list):
             prompt = check_messages(where, self.prompt, self._given(prompt))
@@ -170,6 +189,29 @@ class Part:
             self.data.chat_template_kwargs,
             label_key=self.label,
             answer=answer,
+        )
+
+    def _preference(self, where: str, row: dict[str, Any]) -> Example:
+        apart = self.prompt != CHOSEN and has(row, self.prompt)
+        prompt = pick(row, self.prompt) if apart else None
+        if isinstance(prompt, list):
+            prompt = check_messages(where, self.prompt, self._given(prompt))
+        answers = {key: self._given(row[key]) for key in _ANSWERS_OF_PAIRS if key in row}
+        found = read_preference(where, answers, prompt)
+        answer = found.answer
+        tools = pick(row, self.tools) if self.tools and has(row, self.tools) else None
+        read = (self.prompt, *answers)
+        return Example(
+            where,
+            dress(found.prompt, self.data),
+            answer if isinstance(answer, str) else answer.get("content"),
+            {key: value for key, value in self._extra(row).items() if key not in read},
+            parse_tools(where, self.tools, self._given(tools)) or self.data.tools,
+            self.data.chat_template_kwargs,
+            label_key=self.label,
+            answer=None if isinstance(answer, str) else answer,
+            rejected=found.rejected,
+            is_good=found.is_good,
         )
 
     def _given(self, value: Any) -> Any:
@@ -218,6 +260,10 @@ def detect(rows: Sequence[dict[str, Any]]) -> str:
     def there(*keys: str) -> bool:
         return all(any(has(row, key) for row in rows) for key in keys)
 
+    if there(CHOSEN, REJECTED):
+        return PREFERENCE
+    if there(COMPLETION, VERDICT) and any(isinstance(row.get(VERDICT), bool) for row in rows):
+        return PREFERENCE
     if there("prompt", "reward_model.ground_truth"):
         return "verl"
     if there("messages", "ground_truth"):
@@ -309,6 +355,11 @@ class Examples:
     def take(self, rows: NDArray[np.int64]) -> Examples:
         """Return some rows, by their increasing numbers among all sources."""
         return Examples(self.parts, self._transform, rows)
+
+    def changed(self, change: Callable[[Example], Example]) -> Examples:
+        """Return the same rows, each changed on access."""
+        before = self._transform
+        return Examples(self.parts, lambda example: change(before(example)), self._rows)
 
     def part(self, index: int) -> tuple[Part, int]:
         """Return the file of a row, and the row's index in the file."""

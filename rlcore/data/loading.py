@@ -99,7 +99,7 @@ def prompt_warnings(config: Config, prompts: int) -> list[str]:
     """Return a warning if a step draws more prompts, or labelled rows, than exist."""
     key, drawn, what = (
         ("training.batch_size", config.training.batch_size, "rows")
-        if config.is_sft
+        if config.learns_from_rows
         else ("rollout.prompts_per_step", config.rollout.prompts_per_step, "prompts")
     )
     if drawn <= prompts or config.training.replay is not None:
@@ -167,7 +167,7 @@ def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
         base = PromptStream(len(prompts), **order)
     base.record = prompts.record
     given = data.curriculum
-    if given is None or config.is_sft:
+    if given is None or config.learns_from_rows:
         return base
     try:
         curriculum = build_curriculum(given.name, **given.options)

@@ -61,6 +61,7 @@ class RolloutHandles(NamedTuple):
     num_prompts: int
     prompt_lengths: NDArray[np.int64] | None = None
     memory: EngineMemory | None = None
+    held_out: HeldOutRows | None = None
 
 
 def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
@@ -141,11 +142,18 @@ def open_handles(
         memory = RemoteMemory(service)
         return RolloutHandles(service, service.begin_publication, len(lengths), lengths, memory)
     tokenizer = config.model.tokenizer or config.model.path
-    if config.is_sft:
-        from rlcore.trainer.sources import SFTSource
+    if config.learns_from_rows:
+        from rlcore.trainer.held_out import HeldOutRows
+        from rlcore.trainer.sources import RowSource
 
-        sft = SFTSource(config, load_tokenizer(tokenizer))
-        return RolloutHandles(sft, None, len(sft.prompts), sft.prompts.lengths)
+        source = RowSource(config, load_tokenizer(tokenizer))
+        return RolloutHandles(
+            source,
+            None,
+            len(source.rows),
+            source.rows.prompts.lengths,
+            held_out=HeldOutRows(source.held_out, config.training.batch_size),
+        )
     if config.training.replay is not None:
         from rlcore.trainer.sources import ReplaySource
         from rollout.engines.checks import check_vocabulary
@@ -279,6 +287,7 @@ def build_rank0(
     rank0 = RankZero(
         config,
         source=handles.source,
+        held_out=handles.held_out,
         tracker=tracker,
         directory=run.directory,
         checkpoints=run.checkpoints,

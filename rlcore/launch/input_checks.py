@@ -100,12 +100,14 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
         UserError: a check failed; the message names the key, the folder or the file.
     """
     unread = () if generates(config) else ("evaluation", "reward", "rollout")
+    if config.learns_from_rows:
+        unread = unread[1:]
     check_paths(config, unread=unread)
     check_model(config, world_size, here=here)
     check_context(config)
     if config.training.replay is None:
         check_examples(config.data)
-        for one in [] if config.is_sft else evaluation_sets(config):
+        for one in evaluation_sets(config):
             check_examples(config.data, one.paths, key=f"{one.key}.paths")
     for key in ("policy.checkpoint", "training.replay_from"):
         section, _, name = key.partition(".")
@@ -160,8 +162,9 @@ def check_plugins(loaded: Loaded) -> list[str]:
         ),
     )
     if not config.is_sft:
-        issues += _function_issues(config)
         issues += _estimator_issues(config, warnings)
+    if not config.learns_from_rows:
+        issues += _function_issues(config)
         issues += _engine_issues(config, warnings)
         if (curriculum := config.data.curriculum) is not None:
             issues += _build(

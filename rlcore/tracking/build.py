@@ -135,7 +135,7 @@ def build_trackers(
         optional,
         notices=Notices(
             directory.notices_path,
-            groups=0 if config.is_sft else config.rollout.prompts_per_step,
+            groups=0 if config.learns_from_rows else config.rollout.prompts_per_step,
             earlier=lambda: read_metrics(directory.metrics_path),
         ),
     )

@@ -54,7 +54,7 @@ class CreditAssignment:
         )
         # The columns of `reward_parts`; empty if the estimator does not read them.
         self.reward_parts = [*config.reward.parts] if "reward_parts" in self.estimator.takes else []
-        self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
+        self.needs_baseline = not config.learns_from_rows and "baseline_rewards" in needs
         self.normalization = algorithm.normalize_advantages or estimator_plugin(name).normalization
 
     def assign(
@@ -77,6 +77,7 @@ class CreditAssignment:
         else:
             estimate = self.advantages(batch)
             batch.set("advantages", estimate.advantages)
+            batch.metrics = {name: float(of.mean()) for name, of in estimate.metrics.items()}
             if self.passes.critic and estimate.returns is not None:
                 batch.set("returns", estimate.returns)
             if self.config.algorithm.old_logprobs == "rollout":
@@ -93,6 +94,9 @@ class CreditAssignment:
         batch.set("weights", self._weights(batch, minibatches))
         names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
         credit = {name: vectors[name] for name in names if name in vectors}
+        if self.config.is_preference:
+            # A distance to the reference on tokens that the policy did not draw is no KL.
+            credit.pop("ref_logprobs", None)
         if self.objective.loss.has_batch_stats:
             # The loss statistics of each optimizer step.
             for k, rows in enumerate(minibatches):
@@ -114,10 +118,7 @@ class CreditAssignment:
         if "logprobs" in vectors and "ref_logprobs" in vectors:
             kind = self.config.algorithm.kl.reward_kind
             batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], kind))
-        given = fields_of(EstimatorInputs, batch, self.estimator.takes)
-        inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **given)
-        with rules_of("algorithm.estimator"):
-            result = self.estimator(inputs)
+        result = self._estimate(batch)
         if self.passes.critic and result.returns is None:
             raise RunFailed(
                 f"algorithm.estimator: {self.estimator.name!r} needs values but returned no"
@@ -125,12 +126,26 @@ class CreditAssignment:
                 " returns)"
             )
         normalized = normalize_advantages(
-            result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization
+            result.advantages, batch.cu_seqlens, vectors["group_ids"], self.normalization
         )
         return replace(result, advantages=normalized)
 
+    def _estimate(self, batch: RolloutBatch) -> Advantages:
+        given = fields_of(EstimatorInputs, batch, self.estimator.takes)
+        with rules_of("algorithm.estimator"):
+            return self.estimator(EstimatorInputs(cu_seqlens=batch.cu_seqlens, **given))
+
+    def measure(self, batch: RolloutBatch) -> dict[str, Tensor]:
+        """Measure scored answers of rows that are not trained on: vectors by the metric's name."""
+        if self.config.is_sft:
+            return {"loss": -batch.vectors["logprobs"]}
+        found = self._estimate(batch).metrics
+        return {name.replace("/", "_"): values for name, values in found.items()}
+
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
         """Return each token's loss weight within its optimizer step; 0 if the token is too old."""
+        if self.config.is_preference:
+            return torch.full((batch.num_trainable,), 1 / batch.num_sequences)
         loss = self.config.algorithm.loss
         per_rollout = per_rollout_loss(self.config)
         weights = torch.zeros(batch.num_trainable)

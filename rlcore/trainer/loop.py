@@ -6,7 +6,7 @@ Only rank 0 handles rollouts, the disk and the trackers, through `RankZero`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import cast
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.config.evaluation_sets import sets_due
+from rlcore.config.evaluation_sets import evaluation_sets, sets_due
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import plan_minibatches
 from rlcore.deadlines import STEP_GRACE_S
@@ -191,7 +191,7 @@ class Trainer:
 
     def measure_distance(self, updates: list[UpdateResult]) -> None:
         """Add the distance that the policy moved in this step to the last update's metrics."""
-        if updates and not self.config.is_sft:
+        if updates and not self.config.learns_from_rows:
             with self.clock("logprobs"):
                 updates[-1].moments.merge(self.backend.step_distance())
 
@@ -202,7 +202,7 @@ class Trainer:
         """
         config = self.config
         compares = self.credit.passes.policy or config.algorithm.old_logprobs == "rollout"
-        if updates and compares and config.tracking.save_rollouts and not config.is_sft:
+        if updates and compares and config.tracking.save_rollouts and not config.learns_from_rows:
             with self.clock("transfer"):
                 put(batch, self.backend.updated_vectors())
 
@@ -216,6 +216,8 @@ class Trainer:
     def evaluate(self, step: int, *, ended: bool = False) -> None:
         """Score the held-out prompt sets that are due, with the weights after `step`."""
         due = sets_due(self.config, step, ended=ended)
+        if due and self.config.learns_from_rows:
+            self.score_rows(due)
         if not due or self.publisher is None or self.stop_reason:
             return
         self.switch_to(GpuPhase.GENERATING)
@@ -223,6 +225,40 @@ class Trainer:
             self.wait_for_engines(
                 f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate(due)
             )
+
+    def score_rows(self, sets: Sequence[str]) -> None:
+        """Score held-out rows by passes over their answers."""
+        self.switch_to(GpuPhase.TRAINING)
+        prefixes = {one.name: one.prefix for one in evaluation_sets(self.config)}
+        with self.clock("evaluation"):
+            for name in sets:
+                count = self.sync.broadcast(
+                    f"the rows of evaluation set {name!r}",
+                    lambda name=name: str(on_rank0(on_rank0(self.rank0).held_out).count(name)),
+                )
+                for index in range(int(count)):
+                    self.score_held_out(name, index, prefixes[name])
+            self.sync.run_on_rank0("the evaluation", lambda: on_rank0(self.rank0).end_scoring(sets))
+
+    def score_held_out(self, name: str, index: int, prefix: str) -> None:
+        """Score one batch of an evaluation set, and measure it on rank 0."""
+        what = f"batch {index} of evaluation set {name!r}"
+        batch = self.sync.run_on_rank0(
+            what, lambda: on_rank0(on_rank0(self.rank0).held_out).batch(name, index)
+        )
+        plans = None
+        if batch is not None:
+            plans = plan_minibatches(self.backend.plan_rules, batch, [range(batch.num_sequences)])
+        self.backend.load_batch(batch, plans)
+        put(batch, self.backend.score("policy"))
+        if self.credit.passes.reference:
+            put(batch, self.backend.score("reference"), prefix="ref_")
+
+        def measure() -> None:
+            measured = self.credit.measure(on_rank0(batch))
+            on_rank0(on_rank0(self.rank0).held_out).add(prefix, measured)
+
+        self.sync.run_on_rank0(f"the measurements of {what}", measure)
 
     def find_best(self, step: int) -> bool:
         """Whether the evaluation after `step` is the best so far; its weights are then kept."""

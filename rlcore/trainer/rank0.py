@@ -31,6 +31,7 @@ from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report
 from rlcore.trainer.engine_check import EngineCheck
+from rlcore.trainer.held_out import HeldOutRows, batch_of_rows
 from rlcore.trainer.step_metrics import Utilization, step_metrics
 
 CONTINUE = "continue"
@@ -89,6 +90,7 @@ class RankZero:
     """The work of rank 0 alone; the training loop calls it through `RankSync.run_on_rank0`.
 
     Args:
+        held_out: the rows of evaluation sets, where nothing generates.
         interrupted: whether the run was asked to end.
         newest_version: returns the newest version that a publication has taken.
         resume_from: the checkpoint from which the run continues.
@@ -103,6 +105,7 @@ class RankZero:
         config: Config,
         *,
         source: RolloutSource,
+        held_out: HeldOutRows | None = None,
         tracker: BaseTracker,
         directory: RunDirectory,
         checkpoints: CheckpointStore,
@@ -116,6 +119,7 @@ class RankZero:
     ) -> None:
         self.config = config
         self.source = source
+        self.held_out = held_out
         self.tracker = tracker
         self.directory = directory
         self.recorder = RolloutRecorder(
@@ -181,20 +185,25 @@ class RankZero:
         self._scored_sets = sets
         return READY
 
+    def end_scoring(self, sets: Sequence[str]) -> None:
+        """Take what was measured of held-out rows for the next log row."""
+        assert self.held_out is not None
+        self._evaluation = self.held_out.metrics()
+        self._scored_sets = sets
+
     def build_batch(
         self, step: int, version: int | None, *, reward_parts: Sequence[str] = ()
     ) -> RolloutBatch:
         """Make the batch of `step` for policy `version`, and choose its mini-batches."""
         rollouts = self._rollouts
         assert rollouts is not None
-        batch = RolloutBatch.from_samples(rollouts.samples, reward_parts=reward_parts)
+        if self.config.learns_from_rows:
+            batch = batch_of_rows(rollouts.samples)
+        else:
+            batch = RolloutBatch.from_samples(rollouts.samples, reward_parts=reward_parts)
         self._version = rollouts.recorded_version if version is None else version
         batch.version = self._version
         batch.lend_arrays(rollouts.samples)
-        if self.config.is_sft:
-            # No engine made these tokens.
-            del batch.vectors["rollout_logprobs"]
-            batch.versions = None
         trained_step = rollouts.recorded_step or step
         if rollouts.policy_steps and batch.versions is not None:
             batch.version = trained_step - 1
@@ -292,7 +301,7 @@ class RankZero:
             self.recorder.record_evaluation(step, self._evaluated)
         self._evaluation = {}
         self._evaluated = []
-        if step > 0 and not self.config.is_sft:
+        if step > 0 and not self.config.learns_from_rows:
             rollouts = self._rollouts
             assert rollouts is not None
             assert self._batch is not None

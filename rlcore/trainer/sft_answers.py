@@ -16,16 +16,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.config.derived import compares_pairs
+from rlcore.config.evaluation_sets import EvaluationSet
 from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import Example, open_examples
 from rlcore.data.loading import sft_limits
 from rlcore.data.messages import Message, check_messages
+from rlcore.data.preferences import COMPLETION
 from rlcore.data.prompts import LengthLimit, PromptSet, chunks, render_messages
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
 from rlcore.data.tokenizer import encode, shows_calls
@@ -76,27 +80,74 @@ class Answers:
         return Answers(bounds, self.tokens.take(sequences), self.turns.take(sequences))
 
 
-def labelled_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, Answers]:
-    """Read and tokenise the labelled rows of `data`.
+def labelled_rows(
+    config: Config, tokenizer: PreTrainedTokenizerBase, held_out: EvaluationSet | None = None
+) -> tuple[PromptSet, Answers, Answers | None]:
+    """Read and tokenise the rows of `data` with their answers.
 
     Rows that do not fit into the model's context or into a micro-batch are left out, counted and
     logged.
 
+    Args:
+        held_out: an evaluation set, whose rows are read instead of those of `data`.
+
+    Returns:
+        The prompts, their answers, and in learning from preferences the rejected ones; a row that
+        has none has its answer there again.
+
     Raises:
-        DataError: a row without a text label; names it. Also see `tokenize_answers`.
+        DataError: a row without a text label, or without the pair that the estimator compares;
+            names it. Also see `tokenize_answers`.
         ConfigError: no row fits.
     """
+    given: dict[str, Any] = {}
+    most = None
+    if held_out is not None:
+        config = held_out.config(config)
+        given = {"paths": held_out.paths, "key": f"{held_out.key}.paths"}
+        most = held_out.max_prompts
     longest = config.data.max_prompt_tokens
     limits = [] if longest is None else [LengthLimit(longest, "data.max_prompt_tokens")]
-    examples = open_examples(config.data, transform=with_answer)
-    prompts = PromptSet.of(examples, tokenizer, limits=limits)
-    answers = tokenize_answers(prompts, tokenizer, config.data)
+    data = config.data
+    transform = with_answer
+    if config.is_preference:
+        transform = partial(with_preference, pairs=compares_pairs(config))
+        # The turns before the last are the same in both answers.
+        data = data.model_copy(update={"train_turns": "last"})
+    rows = open_examples(data, transform=transform, **given)
+    prompts = PromptSet.of(rows, tokenizer, limits=limits, max_prompts=most)
+    found = [tokenize_answers(prompts, tokenizer, data)]
+    if config.is_preference:
+        worse = replace(prompts, examples=prompts.examples.changed(with_rejected))
+        found.append(tokenize_answers(worse, tokenizer, data))
     for limit in sorted(sft_limits(config), key=lambda limit: limit.tokens):
-        too_long = answers.lengths > limit.tokens
+        too_long = np.any([answers.lengths > limit.tokens for answers in found], axis=0)
         if too_long.any():
             prompts = prompts.without(too_long, limit)
-            answers = answers.take(np.flatnonzero(~too_long))
-    return prompts, answers
+            found = [answers.take(np.flatnonzero(~too_long)) for answers in found]
+    return prompts, found[0], found[1] if config.is_preference else None
+
+
+def with_preference(example: Example, *, pairs: bool) -> Example:
+    """Return the row as `with_answer` does, if it has the answers that an estimator compares.
+
+    Raises DataError for a row without two answers, if `pairs`, or without a verdict.
+    """
+    if example.rejected is None and (pairs or example.label_key != COMPLETION):
+        wanted = "'chosen' and 'rejected'"
+        wanted += "" if pairs else ", or 'completion' and a 'label' that is true or false"
+        raise DataError(f"{example.where}: learning from preferences needs {wanted}")
+    return with_answer(example)
+
+
+def with_rejected(example: Example) -> Example:
+    """Return the row with its rejected answer as the label, if it has one."""
+    worse = example.rejected
+    if worse is None:
+        return example
+    text = worse if isinstance(worse, str) else worse.get("content")
+    message = None if isinstance(worse, str) else worse
+    return with_answer(replace(example, label=text, answer=message))
 
 
 def with_answer(example: Example) -> Example:

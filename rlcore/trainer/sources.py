@@ -1,15 +1,18 @@
-"""Sources of samples without an engine: labels of a data set (SFT), or a recorded step (replay)."""
+"""Sources of samples without an engine: answers of a data set's rows, or a recorded step (replay)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets
 from rlcore.data.batch import StepRollouts
 from rlcore.data.loading import prompt_stream
 from rlcore.data.sample import SAMPLING_MASK_KEY, Sample, VersionSpan
@@ -17,10 +20,13 @@ from rlcore.data.sample_checks import check_sample
 from rlcore.data.tokenizer import decode
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts
-from rlcore.trainer.sft_answers import labelled_rows
+from rlcore.trainer.sft_answers import labelled_rows, with_rejected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# The tokens of a sequence, and the bounds of its trained turns, int32 [turns, 2].
+Turns = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class SourceWithoutEngine:
@@ -50,61 +56,106 @@ class SourceWithoutEngine:
         """Do nothing: nothing is open."""
 
 
-class SFTSource(SourceWithoutEngine):
-    """A source of `training.batch_size` rows a step, trained on their turns up to each turn's EOS.
+class Rows:
+    """Rows with the answers that they hold.
 
-    `rlcore.trainer.sft_answers` chooses the trained turns.
+    Supervised fine-tuning trains on their turns, which `rlcore.trainer.sft_answers` chooses.
+    Learning from preferences gets each answer of a row as a sample: a good one has reward 1, and a
+    bad one 0.
+
+    Args:
+        held_out: an evaluation set, whose rows are read instead of those of `data`.
 
     Raises:
-        DataError: a row without a text label; names it.
+        DataError: a row without a text label, or without the answers that the estimator compares;
+            names it.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.prompts, self.answers = labelled_rows(config, tokenizer)
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        held_out: EvaluationSet | None = None,
+    ) -> None:
+        self.prompts, self.answers, self._rejected = labelled_rows(config, tokenizer, held_out)
         self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def samples(self, row: int, draw: int) -> list[Sample]:
+        """Return the sequences of a row as samples of one group.
+
+        Labelled turns are one rollout; the answers that people compared are one each.
+        """
+        if self._rejected is None:
+            sequences = self.answers.of_row(row)
+            last = len(sequences) - 1
+            label = self.prompts[row].label
+            return [
+                self._sample(row, draw, index, sequence, label if index == last else None)
+                for index, sequence in enumerate(sequences)
+            ]
+        example = self.prompts.examples[row]
+        found = [(self.answers, example, float(example.is_good))]
+        if example.rejected is not None:
+            found.append((self._rejected, with_rejected(example), 0.0))
+        return [
+            replace(
+                self._sample(row, draw, index, answers.of_row(row)[0], answered.label),
+                rollout_id=2 * draw + index,
+                reward=reward,
+            )
+            for index, (answers, answered, reward) in enumerate(found)
+        ]
+
+    def _sample(
+        self, row: int, draw: int, index: int, sequence: Turns, label: str | None
+    ) -> Sample:
+        """Return one sequence; without `label` it is an earlier turn, whose texts are decoded."""
+        prompt = self.prompts[row]
+        tokens, turns = sequence
+        begin, end = turns[-1]
+        mask = np.zeros(len(tokens), dtype=np.uint8)
+        for start, stop in turns:
+            mask[start:stop] = 1
+        trained = int(mask.sum())
+        prompt_text, text = prompt.text, label
+        if text is None:
+            prompt_text = self._tokenizer.decode(tokens[:begin])
+            text = decode(self._tokenizer, [tokens[begin:end]])[0]
+        return Sample(
+            draw=draw,
+            index=index,
+            prompt_id=prompt.prompt_id,
+            group_id=draw,
+            rollout_id=draw,
+            tokens=tokens,
+            loss_mask=mask,
+            rollout_logprobs=np.zeros(trained, dtype=np.float32),
+            versions=(VersionSpan(0, 0, trained),),
+            finish_reason="stop",
+            prompt_text=prompt_text,
+            response_text=text,
+            label=prompt.label if label is None else label,
+        )
+
+
+class RowSource(SourceWithoutEngine):
+    """A source of `training.batch_size` rows a step, with the answers that they hold."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.rows = Rows(config, tokenizer)
+        self.held_out = {one.name: Rows(config, tokenizer, one) for one in evaluation_sets(config)}
         self._batch_size = config.training.batch_size
-        self._stream = prompt_stream(config, self.prompts)
+        self._stream = prompt_stream(config, self.rows.prompts)
 
     def next_step(self, step: int) -> StepRollouts:
         """Return the next `training.batch_size` rows at the cursor; `step` is ignored."""
         draws = self._stream.take(self._batch_size)
-        samples = [sample for draw in draws for sample in self._samples(draw)]
-        metrics = {"rollout/excluded_prompts": float(self.prompts.num_excluded)}
+        samples = [one for draw in draws for one in self.rows.samples(self._stream.row(draw), draw)]
+        metrics = {"rollout/excluded_prompts": float(self.rows.prompts.num_excluded)}
         return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot())
-
-    def _samples(self, draw: int) -> list[Sample]:
-        """Return the sequences of a row as samples of one rollout; the last ends with the label."""
-        row = self._stream.row(draw)
-        prompt = self.prompts[row]
-        sequences = self.answers.of_row(row)
-        samples = []
-        for index, (tokens, turns) in enumerate(sequences):
-            is_last = index == len(sequences) - 1
-            begin, end = turns[-1]
-            mask = np.zeros(len(tokens), dtype=np.uint8)
-            for start, stop in turns:
-                mask[start:stop] = 1
-            trained = int(mask.sum())
-            samples.append(
-                Sample(
-                    draw=draw,
-                    index=index,
-                    prompt_id=prompt.prompt_id,
-                    group_id=draw,
-                    rollout_id=draw,
-                    tokens=tokens,
-                    loss_mask=mask,
-                    rollout_logprobs=np.zeros(trained, dtype=np.float32),
-                    versions=(VersionSpan(0, 0, trained),),
-                    finish_reason="stop",
-                    prompt_text=prompt.text if is_last else self._tokenizer.decode(tokens[:begin]),
-                    response_text=(
-                        prompt.label if is_last else decode(self._tokenizer, [tokens[begin:end]])[0]
-                    ),
-                    label=prompt.label,
-                )
-            )
-        return samples
 
     def snapshot(self) -> dict[str, Any]:
         """Return the position in the data."""

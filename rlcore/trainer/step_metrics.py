@@ -79,7 +79,7 @@ def step_metrics(
         metrics["perf/computed_tokens_per_second"] = metrics["perf/tokens_per_second"] * (
             1.0 - metrics["perf/shared_tokens"]
         )
-    if not config.is_sft:
+    if not config.learns_from_rows:
         metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
     # With asynchronous generation the source measures this fraction.
     if "time/engine" in metrics and config.rollout.max_staleness == 0:
@@ -125,8 +125,8 @@ def update_metrics(
 def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) -> dict[str, float]:
     samples = rollouts.samples
     vectors = batch.vectors
-    if config.is_sft:
-        return {"val/sequence_lengths": batch.num_trainable / batch.num_rollouts}
+    if config.learns_from_rows:
+        return {"val/sequence_lengths": batch.num_trainable / batch.num_rollouts, **batch.metrics}
     verdicts = [s.verdict for s in samples]
     correct = torch.tensor([math.nan if found is None else float(found) for found in verdicts])
     staleness = {}
@@ -149,7 +149,9 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
         returns=vectors.get("returns"),
         reward_coef=config.algorithm.kl.reward_coef,
     )
-    return conversation_metrics([s.measured for s in samples]) | measured | staleness
+    return (
+        conversation_metrics([s.measured for s in samples]) | measured | staleness | batch.metrics
+    )
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def open_rows() -> Iterator[Case]:
                         "algorithm": {"loss": {"name": "sft"}},
                     }
                 )
-                prompts, answers = labelled_rows(config, used)
+                prompts, answers, _ = labelled_rows(config, used)
                 need(len(answers.lengths) == len(prompts), "a label for each prompt")
             else:
                 prompts = PromptSet.of(open_examples(data), used)

@@ -1,3 +1,3 @@
 """The estimators that ship with rlcore; importing this package registers them."""
 
-from rlcore.algorithms.estimators import gdpo, grpo, ppo, reinforce_pp  # noqa: F401
+from rlcore.algorithms.estimators import gdpo, grpo, ppo, preferences, reinforce_pp  # noqa: F401

@@ -15,11 +15,14 @@ from rlcore.config.derived import (
     updates_per_step,
 )
 from rlcore.config.messages import ConfigIssue
+from rlcore.config.sections.algorithm import LossConfig
 from rlcore.config.sections.base import Found
 from rlcore.config.sections.root import Config
 
 DECOUPLED = "decoupled_ppo"  # the loss that itself corrects for the engine
 
+# Losses whose gradient is that of -A * logprobs at the log-probs before the step.
+_PLAIN_GRADIENTS = ("ppo_clip", "reinforce")
 # Estimator keywords that other keys set -> what to do instead.
 _GIVEN = {
     **{word: f"set {key} instead; estimators receive it" for word, key in COEFFICIENTS.items()},
@@ -41,13 +44,12 @@ def reward_terms(config: Config) -> Iterator[ConfigIssue]:
     if "kl_coef" in algorithm.loss.options:
         message = "set algorithm.kl.loss_coef instead; it is added to every loss"
         yield ConfigIssue("algorithm.loss.kl_coef", message)
-    if config.is_sft:
+    if config.learns_from_rows:
         kl = "algorithm.kl.reward_coef", "algorithm.kl.loss_coef"
         for path in (*kl, "algorithm.distillation.coef", "algorithm.entropy_coef"):
             if value := attrgetter(path)(config):
-                yield ConfigIssue(
-                    path, f"got {value:g}, but the sft loss has no such term: remove it"
-                )
+                what = config.kind_of_learning
+                yield ConfigIssue(path, f"got {value:g}, but {what} has no such term: remove it")
         return
     if takes_coefficients(config) is False:
         given = [keyword for keyword, value in coefficients(config).items() if value]
@@ -87,6 +89,34 @@ def sum_ignored(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue("reward.on_error", message)
 
 
+def preferences(config: Config) -> Found:
+    """Learning from preferences has one optimizer step a batch, and no other weights."""
+    if not config.is_preference:
+        return
+    algorithm = config.algorithm
+    name = algorithm.estimator.name
+    for key in ("epochs", "minibatches"):
+        if (given := getattr(algorithm, key)) > 1:
+            message = f"got {given}, but the gradient of {name!r} is that of the log-probs before"
+            yield (
+                f"algorithm.{key}",
+                f"{message} the optimizer step: set 1, and take smaller batches",
+            )
+    if algorithm.loss.name not in _PLAIN_GRADIENTS:
+        message = f"got {algorithm.loss.name!r}, which would change the gradient of {name!r}: leave"
+        yield "algorithm.loss.name", f"{message} it out"
+    default = LossConfig()
+    for key in ("aggregation", "per_rollout"):
+        if (chosen := getattr(algorithm.loss, key)) != getattr(default, key):
+            message = f"got {chosen}, but {name!r} is a mean over pairs, or answers: leave it out"
+            yield f"algorithm.loss.{key}", message
+    if algorithm.normalize_advantages not in (None, "none"):
+        message = f"would change the gradient of {name!r}: leave it out"
+        yield "algorithm.normalize_advantages", message
+    if algorithm.old_logprobs == "rollout":
+        yield "algorithm.old_logprobs", "got rollout, but no engine made the answers: leave it out"
+
+
 def loss_terms(config: Config) -> Found:
     """The loss that corrects for the engine itself gets the policy before the step."""
     if config.algorithm.loss.name == DECOUPLED and config.algorithm.old_logprobs == "rollout":
@@ -99,13 +129,13 @@ def correction(config: Config) -> Found:
     algorithm = config.algorithm
     name = algorithm.correction.name
     path = "algorithm.correction.name"
-    if config.is_sft and algorithm.correction.max_staleness is not None:
-        message = "supervised fine-tuning trains on labels, which have no version: remove it"
+    if config.learns_from_rows and algorithm.correction.max_staleness is not None:
+        message = f"{config.kind_of_learning} trains on rows, which have no version: remove it"
         yield "algorithm.correction.max_staleness", message
     if name == "none":
         return
-    if config.is_sft:
-        message = "supervised fine-tuning has no engine whose log-probs could differ: remove it"
+    if config.learns_from_rows:
+        message = f"{config.kind_of_learning} has no engine whose log-probs could differ: remove it"
         yield path, message
     elif algorithm.old_logprobs == "rollout":
         yield (
@@ -127,7 +157,7 @@ def algorithm_notes(config: Config) -> Found:
     if loss.name == "kl_cov" and once:
         message = "'kl_cov' penalises nothing: its |log ratio| has no gradient before the second"
         yield "algorithm.loss.name", f"{message} optimizer step of a batch"
-    single_turns = config.rollout.workflow.name == "single_turn" and not config.is_sft
+    single_turns = config.rollout.workflow.name == "single_turn" and not config.learns_from_rows
     if loss.per_rollout and single_turns:
         message = "changes nothing: workflow single_turn makes one sample a rollout"
         yield "algorithm.loss.per_rollout", message

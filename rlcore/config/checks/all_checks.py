@@ -21,6 +21,7 @@ Check = Callable[[Config], Found]
 CHECKS: tuple[Check, ...] = (
     *(training.length, training.early_stopping),
     *(algorithm.reward_terms, algorithm.apart, algorithm.loss_terms, algorithm.correction),
+    algorithm.preferences,
     *(
         training.batch,
         training.layout,
@@ -43,7 +44,7 @@ NOTES: tuple[Check, ...] = (
     *(training.training_notes, training.adapter_notes, algorithm.algorithm_notes),
     *(engine.engine_notes, engine.colocated_notes),
     *(rollout.staleness_notes, rollout.filter_notes),
-    *(training.ray_notes, rollout.evaluation_notes, training.sft_notes),
+    *(training.ray_notes, rollout.evaluation_notes, training.unread_notes),
     *(rollout.sampling_notes, reward.key_notes),
 )
 

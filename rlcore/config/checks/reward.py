@@ -25,7 +25,7 @@ def graders(config: Config) -> Iterator[ConfigIssue]:
     """Rewards have parts; built-in graders exist and accept their arguments."""
     limit = config.rollout.sampling.max_new_tokens
     for path, reward in _rewards(config):
-        if not reward.parts and not (config.is_sft and path == "reward"):
+        if not reward.parts and not (config.learns_from_rows and path == "reward"):
             message = "empty: give one part or more, each with a `function` or a `service`"
             yield ConfigIssue(f"{path}.parts", message)
         for name, part in reward.parts.items():

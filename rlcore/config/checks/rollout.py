@@ -69,8 +69,10 @@ def curriculum(config: Config) -> Found:
     given = config.data.curriculum
     if given is None:
         return
-    if config.is_sft:
-        message = "supervised fine-tuning trains on all rows in turn, without results: remove it"
+    if config.learns_from_rows:
+        message = (
+            f"{config.kind_of_learning} trains on all rows in turn, without results: remove it"
+        )
         yield "data.curriculum", message
         return
     if not config.data.shuffle:
@@ -96,8 +98,10 @@ def sampling_masks(config: Config) -> Found:
     top_k = config.rollout.sampling.top_k
     kind = KINDS.get(config.rollout.engine.kind)
     bounded = kind is not None and kind.masks_need_top_k and generates(config)
-    if config.is_sft:
-        message = "supervised fine-tuning draws no tokens, its labels have no sets: turn it off"
+    if config.learns_from_rows:
+        message = (
+            f"{config.kind_of_learning} draws no tokens, its answers have no sets: turn it off"
+        )
         yield path, message
     elif bounded and truncates(config) and top_k < 2:
         message = f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}"
@@ -107,7 +111,7 @@ def sampling_masks(config: Config) -> Found:
 def sampling_notes(config: Config) -> Found:
     """Yield identical samples, and sampling masks that are missing or have no effect."""
     keeps = config.policy.logprobs.keep_sets
-    if config.is_sft:
+    if config.learns_from_rows:
         return
     if config.rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike"
@@ -155,13 +159,17 @@ def best_checkpoint(config: Config) -> Found:
         return
     path = "checkpoint.best.metric"
     metric = config.checkpoint.best.metric
-    if not generates(config):
-        yield path, f"got {metric}, but {_why_unscored(config)}: set best to null"
+    if config.training.replay is not None:
+        message = f"got {metric}, but train_only has no engine to generate with: set best to null"
+        yield path, message
         return
     sets = {one.name: one for one in evaluation_sets(config)}
     chosen = sets.get(set_of(metric)) if metric.startswith("eval/") else None
     if chosen is None:
-        known = ", ".join(f"{one.prefix}score" for one in sets.values())
+        main = "score"
+        if config.learns_from_rows:
+            main = "loss" if config.is_sft else "preference_accuracy"
+        known = ", ".join(f"{one.prefix}{main}" for one in sets.values())
         known = known or "none: evaluation has no prompts"
         yield path, f"got {metric}, expected a metric of a set that is evaluated: {known}"
     elif not (chosen.every or chosen.at_end):
@@ -207,11 +215,6 @@ def evaluation_notes(config: Config) -> Found:
     if sets and given == {"every"} and not config.evaluation.every:
         message = "0: evaluated before the first step and after the last alone (at_start, at_end)"
         yield "evaluation.every", f"{message}; evaluation=null switches all of it off"
-    if sets and not generates(config):
-        message = f"is ignored: {_why_unscored(config)}; score the result with `rlcore eval`"
-        yield "evaluation", message
-
-
-def _why_unscored(config: Config) -> str:
-    what = "supervised fine-tuning" if config.is_sft else "train_only"
-    return f"{what} has no engine to generate with"
+    if sets and config.training.replay is not None:
+        message = "is ignored: train_only has no engine to generate with; score the result with"
+        yield "evaluation", f"{message} `rlcore eval`"

@@ -22,16 +22,17 @@ from rlcore.config.sections.training import RayConfig
 
 _SIZES = ("tensor", "pipeline", "context", "expert")
 _LENGTHS = ("steps", "episodes", "epochs")
-_NOT_READ_BY_SFT = (
-    *("reward", "rollout", "critic", "reference", "teacher", "algorithm.estimator"),
-    *("algorithm.normalize_advantages", "algorithm.kl.monitor", "algorithm.old_logprobs"),
+_READ_BY_ENGINES = ("reward", "rollout", "critic", "teacher", "algorithm.kl.monitor")
+_READ_BY_ESTIMATORS = (
+    *("reference", "algorithm.estimator"),
+    *("algorithm.normalize_advantages", "algorithm.old_logprobs"),
 )
 _SHARES = "but Ray gives a share of one GPU or a whole number"
 
 
 def length(config: Config) -> Found:
     """The run's length is given exactly once."""
-    kinds = [kind for kind in _LENGTHS if kind != "episodes" or not config.is_sft]
+    kinds = [kind for kind in _LENGTHS if kind != "episodes" or not config.learns_from_rows]
     given = [kind for kind in _LENGTHS if getattr(config.training, kind) is not None]
     names = ", ".join(f"training.{kind}" for kind in kinds)
     if not given:
@@ -39,15 +40,16 @@ def length(config: Config) -> Found:
     elif len(given) > 1:
         yield f"training.{given[1]}", f"{' and '.join(given)} are both given: keep one of {names}"
     elif given[0] not in kinds:
-        message = f"supervised fine-tuning counts no episodes: set one of {names}"
+        message = f"{config.kind_of_learning} counts no episodes: set one of {names}"
         yield f"training.{given[0]}", message
 
 
 def early_stopping(config: Config) -> Found:
     """Early stopping has a KL to compare with the target."""
-    unmeasured = config.is_sft or config.training.debug == "rollout_only"
+    unmeasured = config.learns_from_rows or config.training.debug == "rollout_only"
     if config.training.early_stopping and unmeasured:
-        why = "supervised fine-tuning" if config.is_sft else "training.debug: rollout_only"
+        rows = config.learns_from_rows
+        why = config.kind_of_learning if rows else "training.debug: rollout_only"
         yield "training.early_stopping", f"{why} measures no KL against the reference: turn it off"
 
 
@@ -87,8 +89,9 @@ def data(config: Config) -> Found:
 def debugging(config: Config) -> Found:
     """Only runs with rollouts set training.debug."""
     debug = config.training.debug
-    if debug is not None and config.is_sft:
-        yield "training.debug", f"{debug} is for runs with rollouts, not for the sft loss"
+    if debug is not None and config.learns_from_rows:
+        message = f"{debug} is for runs with rollouts, not for {config.kind_of_learning}"
+        yield "training.debug", message
 
 
 def training_notes(config: Config) -> Found:
@@ -105,8 +108,8 @@ def training_notes(config: Config) -> Found:
     path = "training.max_update_kl"
     if training.max_update_kl is None:
         return
-    if config.is_sft:
-        yield path, "is ignored: the sft loss measures no policy/approxkl_avg"
+    if config.learns_from_rows:
+        yield path, f"is ignored: {config.kind_of_learning} measures no policy/approxkl_avg"
     elif updates_per_step(config) == 1:
         message = "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches)"
         yield path, f"{message}, nothing is left to end"
@@ -118,14 +121,15 @@ def training_notes(config: Config) -> Found:
         )
 
 
-def sft_notes(config: Config) -> Found:
-    """Yield keys that supervised fine-tuning does not read."""
-    for path in _NOT_READ_BY_SFT if config.is_sft else ():
+def unread_notes(config: Config) -> Found:
+    """Yield keys that learning from rows does not read."""
+    unread = _READ_BY_ENGINES if config.learns_from_rows else ()
+    for path in (*unread, *(_READ_BY_ESTIMATORS if config.is_sft else ())):
         parent, _, name = path.rpartition(".")
         section = attrgetter(parent)(config) if parent else config
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         if getattr(section, name) != default:
-            yield path, "is ignored: supervised fine-tuning trains on the labels alone"
+            yield path, f"is ignored: {config.kind_of_learning} trains on the answers of its rows"
 
 
 def layout(config: Config) -> Found:
@@ -211,7 +215,7 @@ def lengths(config: Config) -> Found:
     """The longest sample fits into a micro-batch, with the padding that the layout needs."""
     limit = config.policy.max_tokens_per_microbatch
     prompt = config.data.max_prompt_tokens
-    response = 0 if config.is_sft else config.rollout.sampling.max_new_tokens
+    response = 0 if config.learns_from_rows else config.rollout.sampling.max_new_tokens
     multiple = pack_multiple(config)
     needed = -(-((prompt or 1) + response) // multiple) * multiple
     if needed > limit:
@@ -224,10 +228,10 @@ def lengths(config: Config) -> Found:
 
 def routing(config: Config) -> Found:
     """Routing replay has a source of routed experts."""
-    sources = {"engine": "engine", "logprobs": "log-prob pass"}
+    sources = {"engine": "engine"} | ({"logprobs": "log-prob pass"} if config.is_sft else {})
     source = sources.get(config.policy.routing_replay)
-    if source is not None and config.is_sft:
-        message = f"supervised fine-tuning has no {source} to replay: use 'none'"
+    if source is not None and config.learns_from_rows:
+        message = f"{config.kind_of_learning} has no {source} to replay: use 'none'"
         yield "policy.routing_replay", message
 
 

@@ -18,7 +18,9 @@ from rlcore.config.sections.base import (
 
 AUTO = "auto"  # value of a column's key: the format determines the column
 
-DataFormat = Literal["auto", "verl", "openai", "trl", "open-instruct", "slime", "plain"]
+DataFormat = Literal[
+    "auto", "verl", "openai", "trl", "open-instruct", "slime", "preference", "plain"
+]  # fmt: skip
 
 
 def _checked_template(value: str | None) -> str | None:

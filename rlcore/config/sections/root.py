@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from rlcore.config.built_in import ESTIMATORS
 from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.config.sections.base import ModelPath, Section, TokenizerPath
 from rlcore.config.sections.data import DataConfig
@@ -58,3 +59,26 @@ class Config(Section):
     def is_sft(self) -> bool:
         """Supervised fine-tuning: batches come from the labels, no engine, no reward."""
         return self.algorithm.loss.name == "sft"
+
+    @property
+    def is_preference(self) -> bool:
+        """The estimator learns from rows with chosen and rejected answers, as DPO does.
+
+        An estimator that is not built in has `data.format: preference`.
+        """
+        declared = ESTIMATORS.get(self.algorithm.estimator.name)
+        if declared is None:
+            return self.data.format == "preference" and not self.is_sft
+        return declared.preferences and not self.is_sft
+
+    @property
+    def learns_from_rows(self) -> bool:
+        """Answers come from the rows of the data: nothing generates, and nothing is graded."""
+        return self.is_sft or self.is_preference
+
+    @property
+    def kind_of_learning(self) -> str:
+        """The kind of learning in words, for messages."""
+        if self.is_preference:
+            return "learning from preferences"
+        return "supervised fine-tuning" if self.is_sft else "reinforcement learning"

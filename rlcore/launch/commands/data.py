@@ -41,8 +41,8 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
     """
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     check_vocabulary(config.model.path, tokenizer)
-    if config.is_sft:
-        yield from _supervised(config, tokenizer, rows)
+    if config.learns_from_rows:
+        yield from _answers(config, tokenizer, rows)
         return
 
     def report(key: str, of: Config, prompts: PromptSet) -> Iterator[str]:
@@ -85,21 +85,27 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
         yield from report(given.key, own, prompts)
 
 
-def _supervised(config: Config, tokenizer: PreTrainedTokenizerBase, rows: int) -> Iterator[str]:
-    """Yield the report of labelled rows, with the turns that fine-tuning trains on."""
-    prompts, answers = labelled_rows(config, tokenizer)
+def _answers(config: Config, tokenizer: PreTrainedTokenizerBase, rows: int) -> Iterator[str]:
+    """Yield the report of rows whose answers are trained on, with the trained turns."""
+    prompts, *kinds = labelled_rows(config, tokenizer)
     yield from (f"data: {part}" for part in prompts.all_examples.parts)
     for row in _shown(prompts, rows):
         yield ""
         yield from _row(prompts, row, tokenizer)
-        sequences = answers.of_row(row)
-        for number, (tokens, turns) in enumerate(sequences, start=1):
-            if len(sequences) > 1:
-                yield f"sequence {number} of {len(sequences)}, {len(tokens)} tokens"
-            for start, end in turns:
-                said = tokenizer.decode(tokens[start:end].tolist())
-                yield f"trained  {end - start} tokens behind {start}: {said!r}"
-    yield from ("", *_lengths(prompts, answers))
+        example = prompts.examples[row]
+        for answers, word in zip(kinds, ("trained", "rejected")):
+            if answers is None or (word == "rejected" and example.rejected is None):
+                continue
+            if not example.is_good:
+                word = "bad"
+            sequences = answers.of_row(row)
+            for number, (tokens, turns) in enumerate(sequences, start=1):
+                if len(sequences) > 1:
+                    yield f"sequence {number} of {len(sequences)}, {len(tokens)} tokens"
+                for start, end in turns:
+                    said = tokenizer.decode(tokens[start:end].tolist())
+                    yield f"{word:<8} {end - start} tokens behind {start}: {said!r}"
+    yield from ("", *_lengths(prompts, kinds[0]))
 
 
 def _shown(prompts: PromptSet, rows: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.config.load import Loaded
-from rlcore.config.sections.algorithm import LossConfig
+from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.data.sample import Branch, Sample, branches_of, verdict_word
 from rlcore.deadlines import STEP_GRACE_S
@@ -192,8 +192,8 @@ def _adapt(config: Config, *, in_one_process: bool) -> None:
     # The training prompts are read but not answered, so their responses need no room.
     if config.evaluation.max_new_tokens is not None:
         config.rollout.sampling.max_new_tokens = config.evaluation.max_new_tokens
-    if config.is_sft:
-        config.algorithm.loss = LossConfig()
+    if config.learns_from_rows:
+        config.algorithm = AlgorithmConfig()
     if in_one_process:
         config.policy.parallel = ParallelConfig()
         config.policy.optimizer.distributed = False

@@ -315,13 +315,16 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
             frozen.append(Frozen(name, model.shape, offload, is_policy or (swapped and not sizes)))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = config.rollout.sampling.max_new_tokens
-    if config.is_sft:
+    if config.learns_from_rows:
         response = policy.max_tokens_per_microbatch - prompt
     # How many samples surely share a prompt in a pack. Transformer Engine's layers, which a GPU may
     # use, share nothing, and neither do some models.
     share = policy.share_prefixes
     is_shared = share == "on" or (share == "auto" and policy.transformer_engine == "off")
     is_shared = is_shared and not policy.mtp_coef and arch.why_whole is None
+    siblings = 1 + config.is_preference
+    if not config.learns_from_rows:
+        siblings = config.rollout.samples_per_prompt
     return Job(
         trained=tuple(trained),
         frozen=tuple(frozen),
@@ -333,7 +336,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         dtype_bytes=2 if config.model.dtype == "bf16" else 4,
         vocab_multiple=config.model.vocab_divisible_by,
         chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
-        siblings=config.rollout.samples_per_prompt if is_shared and not config.is_sft else 1,
+        siblings=siblings if is_shared else 1,
         publication=make_publication(config, arch),
     )
 

@@ -14,7 +14,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, DataError
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
-from rlcore.trainer.sources import SFTSource
+from rlcore.trainer.sources import RowSource
 from tests.unit.data.prompt_sets import excluded
 
 
@@ -41,12 +41,12 @@ def trained_text(sample, tokenizer) -> str:
 
 def trained_alone(path: str, tokenizer, **data) -> str:
     """The text that the first row of a file is trained on."""
-    source = SFTSource(make_config(path, batch_size=1, **data), tokenizer)
+    source = RowSource(make_config(path, batch_size=1, **data), tokenizer)
     return trained_text(source.next_step(1).samples[0], tokenizer)
 
 
 def test_label_and_eos_are_trained(additions, tokenizer):
-    samples = SFTSource(make_config(additions, shuffle=False), tokenizer).next_step(1).samples
+    samples = RowSource(make_config(additions, shuffle=False), tokenizer).next_step(1).samples
     assert len(samples) == 4
     assert tokenizer.decode(samples[3].tokens) == "3+3=6<eos>"
     assert [trained_text(s, tokenizer) for s in samples] == ["0<eos>", "2<eos>", "4<eos>", "6<eos>"]
@@ -63,7 +63,7 @@ def test_without_eos_only_the_label_is_trained(additions, tokenizer):
 
 def test_a_text_label_becomes_the_assistants_message(write_rows, chat_tokenizer):
     path = write_rows([{"prompt": [{"role": "user", "content": "1+2"}], "label": "3"}])
-    source = SFTSource(make_config(path, batch_size=1), chat_tokenizer)
+    source = RowSource(make_config(path, batch_size=1), chat_tokenizer)
     sample = source.next_step(1).samples[0]
     assert chat_tokenizer.decode(sample.tokens) == "<1+2\n<3<eos>"
     assert trained_text(sample, chat_tokenizer) == "3<eos>"
@@ -79,7 +79,7 @@ def test_the_last_assistant_message_is_the_label_without_label_key(write_rows, c
 def test_a_label_that_is_no_text_names_the_row(write_rows, tokenizer, label):
     path = write_rows([{"prompt": "1=", "label": "1"}, {"prompt": "3=", "label": label}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2: .*text label"):
-        SFTSource(make_config(path), tokenizer)
+        RowSource(make_config(path), tokenizer)
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(write_rows, tokenizer):
@@ -88,18 +88,18 @@ def test_a_template_that_rewrites_the_prompt_is_refused(write_rows, tokenizer):
     )
     path = write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "3"}])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*writes the prompt differently"):
-        SFTSource(make_config(path), tokenizer)
+        RowSource(make_config(path), tokenizer)
 
 
 def test_resuming_gives_the_undisturbed_batches(additions, tokenizer):
     def ids(rollouts):
         return [(s.draw, s.prompt_id) for s in rollouts.samples]
 
-    source = SFTSource(make_config(additions), tokenizer)
+    source = RowSource(make_config(additions), tokenizer)
     steps = [source.next_step(step) for step in range(1, 6)]
     assert [s.epoch for s in steps] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert steps[0].metrics == {"rollout/excluded_prompts": 0.0}
-    resumed = SFTSource(make_config(additions), tokenizer)
+    resumed = RowSource(make_config(additions), tokenizer)
     resumed.restore(json.loads(json.dumps(steps[1].snapshot)))
     assert [ids(resumed.next_step(step)) for step in (3, 4, 5)] == [ids(s) for s in steps[2:]]
     assert source.evaluate() == ({}, [])
@@ -115,7 +115,7 @@ def test_rows_that_cannot_fit_with_their_answers_are_left_out(
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 10}))
     config.model.path = str(tmp_path)
     with caplog.at_level(logging.WARNING):
-        source = SFTSource(config, tokenizer)
+        source = RowSource(config, tokenizer)
     step = source.next_step(1)
     step = source.next_step(2)
     assert excluded(source.prompts) == [f"{config.data.paths[0]}:{row}" for row in (4, 5)]
@@ -125,13 +125,13 @@ def test_rows_that_cannot_fit_with_their_answers_are_left_out(
     assert "2 of 5 rows have more than the context (max_position_embeddings" in caplog.text
     assert "rows.jsonl:4)" in caplog.text
     config.policy.max_tokens_per_microbatch = 9
-    assert SFTSource(config, tokenizer).prompts.num_excluded == 3
+    assert RowSource(config, tokenizer).rows.prompts.num_excluded == 3
     config.policy.max_tokens_per_microbatch = 5
     with pytest.raises(
         ConfigError, match=r"all 5 rows have more than policy\.max_tokens_per_microbatch, .* = 5"
     ):
-        SFTSource(config, tokenizer)
-    alone = SFTSource(make_config(write_rows(rows[:3])), tokenizer)
+        RowSource(config, tokenizer)
+    alone = RowSource(make_config(write_rows(rows[:3])), tokenizer)
     assert source.prompts.fingerprint() == alone.prompts.fingerprint()
 
 
@@ -161,7 +161,7 @@ def test_every_turn_of_the_assistant_is_trained(write_rows, chat_tokenizer):
         {"messages": chat("5", "6")},
     ]
     config = make_config(write_rows(rows), batch_size=2, shuffle=False)
-    samples = SFTSource(config, chat_tokenizer).next_step(1).samples
+    samples = RowSource(config, chat_tokenizer).next_step(1).samples
     assert trained_text(samples[0], chat_tokenizer) == "3<eos>7<eos>11<eos>"
     chat_tokenizer.chat_template = MARKED
     for sample, row in zip(samples, rows, strict=True):
@@ -203,7 +203,7 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_row(
     tokenizer.chat_template = REWRITES
     path = write_rows([{"messages": chat("1+2", "3", "3+4", "7")}, {"messages": chat("1", "2")}])
     config = make_config(path, batch_size=2, shuffle=False, train_turns=turns)
-    source = SFTSource(config, tokenizer)
+    source = RowSource(config, tokenizer)
     *of_row, single = source.next_step(1).samples
     assert [tokenizer.decode(s.tokens) for s in of_row] == sequences
     trained = [trained_text(s, tokenizer) for s in of_row]
@@ -223,7 +223,7 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_row(
 def test_each_parts_what_the_template_keeps_and_trains_the_same_tokens(write_rows, chat_tokenizer):
     path = write_rows([{"messages": chat("1+2", "3", "3+4", "7", "5", "6")}])
     whole, apart = (
-        SFTSource(make_config(path, batch_size=1, train_turns=turns), chat_tokenizer)
+        RowSource(make_config(path, batch_size=1, train_turns=turns), chat_tokenizer)
         .next_step(1)
         .samples
         for turns in ("all", "each")
@@ -240,9 +240,9 @@ def test_a_row_is_left_out_if_its_longest_sequence_does_not_fit(write_rows, toke
     later = [{"role": "user", "content": "3"}, *chat("1", "2")]
     rows = [{"messages": row} for row in (chat("1", "2", "3", "4"), chat("1", "2"), later)]
     config = make_config(write_rows(rows), shuffle=False)
-    assert SFTSource(config, tokenizer).answers.lengths.tolist() == [14, 14, 8]
+    assert RowSource(config, tokenizer).rows.answers.lengths.tolist() == [14, 14, 8]
     config.policy.max_tokens_per_microbatch = 13
-    source = SFTSource(config, tokenizer)
+    source = RowSource(config, tokenizer)
     assert excluded(source.prompts) == [f"{config.data.paths[0]}:{row}" for row in (1, 2)]
     assert source.answers.lengths.tolist() == [8]
     assert [trained_text(s, tokenizer) for s in source.next_step(1).samples] == ["=2<eos>"] * 4
@@ -257,7 +257,7 @@ def test_the_loss_counts_a_row_once_however_many_sequences_it_has(
     def weights(turns: str, **loss: object) -> list[float]:
         config = make_config(path, batch_size=2, shuffle=False, train_turns=turns)
         config.algorithm.loss = LossConfig(name="sft", aggregation=aggregation, **loss)
-        batch = RolloutBatch.from_samples(SFTSource(config, chat_tokenizer).next_step(1).samples)
+        batch = RolloutBatch.from_samples(RowSource(config, chat_tokenizer).next_step(1).samples)
         credit = CreditAssignment(config, Objective(config.algorithm))
         return credit.assign(batch, [range(batch.num_sequences)])["weights"].tolist()
 

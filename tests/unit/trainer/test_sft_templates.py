@@ -16,7 +16,7 @@ from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing.sharing import beginnings_of, share_prefixes
 from rlcore.errors import DataError
-from rlcore.trainer.sources import SFTSource
+from rlcore.trainer.sources import RowSource
 from tests.unit.rollout.conversation.kit import make_tokenizer
 from tests.unit.rollout.conversation.test_public_templates import KNOWN, template_text
 
@@ -57,7 +57,7 @@ def samples_of(write_rows: Any, tokenizer: Any, messages: list[Message], **data:
         "training": {"steps": 1, "batch_size": 1},
         "algorithm": {"loss": {"name": "sft"}},
     }
-    return SFTSource(Config.model_validate(given), tokenizer).next_step(1).samples
+    return RowSource(Config.model_validate(given), tokenizer).next_step(1).samples
 
 
 def rendered(tokenizer: Any, messages: list[Message], *, ask: bool, **kwargs: Any) -> list[int]:
