@@ -1,8 +1,9 @@
 """Write the addition problems: `12+34=` to `46`.
 
-Three JSONL files: `train` and `heldout` split the 10,000 pairs of 0..99; `warmup` holds the
-training pairs with labels of which a share drops its carries (27+38 to 55). A model warmed up on
-those can add but mostly does not, which gives reinforcement learning something to bring out.
+`train.jsonl` and `heldout.jsonl` split the 10,000 pairs of 0..99; `warmup.jsonl` holds the training
+pairs with labels of which a share drops its carries (27+38 to 55). A model warmed up on those can
+add but mostly does not, which gives reinforcement learning something to bring out. The files with
+`preferences` in their names prefer the right sum to the one without carries, where they differ.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ def problem(a: int, b: int, answer: int, template: str) -> dict[str, str]:
     return {"prompt": template.format(a=a, b=b), "label": str(answer)}
 
 
+def preference(a: int, b: int, template: str) -> dict[str, str]:
+    prompt = template.format(a=a, b=b)
+    return {"prompt": prompt, "chosen": str(a + b), "rejected": str(add_without_carries(a, b))}
+
+
 def write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -45,6 +51,9 @@ def make(
     cut = round(len(pairs) * heldout)
     write(folder / "heldout.jsonl", [problem(a, b, a + b, template) for a, b in pairs[:cut]])
     write(folder / "train.jsonl", [problem(a, b, a + b, template) for a, b in pairs[cut:]])
+    for name, part in (("preferences", pairs[cut:]), ("heldout_preferences", pairs[:cut])):
+        carried = [(a, b) for a, b in part if add_without_carries(a, b) != a + b]
+        write(folder / f"{name}.jsonl", [preference(a, b, template) for a, b in carried])
     warmup = [
         problem(a, b, add_without_carries(a, b) if rng.random() < carryless else a + b, template)
         for _ in range(copies)

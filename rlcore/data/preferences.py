@@ -94,7 +94,7 @@ def _implicit(where: str, chosen: str, rejected: str) -> tuple[str, str, str]:
 def _apart(
     where: str, prompt: Any, answer: str | list[Message]
 ) -> tuple[str | list[Message], str | Message]:
-    """Return the prompt, with the messages that the answer repeats or adds to it, and the answer."""
+    """Return the prompt, with the messages that the answer repeats or adds, and the answer."""
     if isinstance(answer, str):
         if prompt is None:
             raise DataError(f"{where}: no 'prompt'")

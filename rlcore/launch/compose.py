@@ -42,6 +42,7 @@ from rlcore.timeline.start import START
 from rlcore.tracking import build_trackers
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
+from rlcore.trainer.held_out import HeldOutRows
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.rank_sync import on_rank0
@@ -143,7 +144,6 @@ def open_handles(
         return RolloutHandles(service, service.begin_publication, len(lengths), lengths, memory)
     tokenizer = config.model.tokenizer or config.model.path
     if config.learns_from_rows:
-        from rlcore.trainer.held_out import HeldOutRows
         from rlcore.trainer.sources import RowSource
 
         source = RowSource(config, load_tokenizer(tokenizer))

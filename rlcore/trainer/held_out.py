@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
-from rlcore.trainer.sources import Rows
+
+if TYPE_CHECKING:
+    from rlcore.trainer.sources import Rows
 
 
 def batch_of_rows(samples: Sequence[Sample]) -> RolloutBatch:

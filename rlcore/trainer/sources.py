@@ -1,4 +1,4 @@
-"""Sources of samples without an engine: answers of a data set's rows, or a recorded step (replay)."""
+"""Sources of samples without an engine: answers in rows of data, or a recorded step."""
 
 from __future__ import annotations
 

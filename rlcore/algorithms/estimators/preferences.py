@@ -80,7 +80,7 @@ class PreferenceEstimator(ABC):
         """Return the reward that the policy implies for each answer, [N]."""
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
-        """Compute advantages. Raises InputError for groups that are no pairs, if it compares pairs."""
+        """Compute advantages. Raises InputError if pairs are compared and a group is none."""
         chosen, rejected = self._rows(inputs)
         lengths = segment_lengths(inputs.cu_seqlens)
         with torch.inference_mode(False), torch.enable_grad():

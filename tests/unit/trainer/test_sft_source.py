@@ -118,7 +118,7 @@ def test_rows_that_cannot_fit_with_their_answers_are_left_out(
         source = RowSource(config, tokenizer)
     step = source.next_step(1)
     step = source.next_step(2)
-    assert excluded(source.prompts) == [f"{config.data.paths[0]}:{row}" for row in (4, 5)]
+    assert excluded(source.rows.prompts) == [f"{config.data.paths[0]}:{row}" for row in (4, 5)]
     assert step.metrics == {"rollout/excluded_prompts": 2.0}
     assert [trained_text(s, tokenizer) for s in step.samples] == ["11111<eos>", "111<eos>"]
     assert [s.prompt_id.rpartition(":")[2] for s in step.samples] == ["3", "1"]
@@ -132,7 +132,7 @@ def test_rows_that_cannot_fit_with_their_answers_are_left_out(
     ):
         RowSource(config, tokenizer)
     alone = RowSource(make_config(write_rows(rows[:3])), tokenizer)
-    assert source.prompts.fingerprint() == alone.prompts.fingerprint()
+    assert source.rows.prompts.fingerprint() == alone.prompts.fingerprint()
 
 
 # --- chats of several turns -----------------------------------------------------------------------
@@ -216,8 +216,8 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_row(
     if len(of_row) > 1:
         assert (of_row[0].prompt_text, of_row[0].response_text) == ("<1+2<", "=3")
     assert (single.draw, single.index) == (1, 0)
-    assert source.answers.lengths.tolist() == [len(of_row[-1].tokens), len(single.tokens)]
-    assert source.answers.trained == sum(s.num_trainable for s in (*of_row, single))
+    assert source.rows.answers.lengths.tolist() == [len(of_row[-1].tokens), len(single.tokens)]
+    assert source.rows.answers.trained == sum(s.num_trainable for s in (*of_row, single))
 
 
 def test_each_parts_what_the_template_keeps_and_trains_the_same_tokens(write_rows, chat_tokenizer):
@@ -243,8 +243,8 @@ def test_a_row_is_left_out_if_its_longest_sequence_does_not_fit(write_rows, toke
     assert RowSource(config, tokenizer).rows.answers.lengths.tolist() == [14, 14, 8]
     config.policy.max_tokens_per_microbatch = 13
     source = RowSource(config, tokenizer)
-    assert excluded(source.prompts) == [f"{config.data.paths[0]}:{row}" for row in (1, 2)]
-    assert source.answers.lengths.tolist() == [8]
+    assert excluded(source.rows.prompts) == [f"{config.data.paths[0]}:{row}" for row in (1, 2)]
+    assert source.rows.answers.lengths.tolist() == [8]
     assert [trained_text(s, tokenizer) for s in source.next_step(1).samples] == ["=2<eos>"] * 4
 
 
