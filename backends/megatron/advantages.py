@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from backends.megatron.parallel.agreement import broadcast_json, raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
@@ -111,10 +112,13 @@ def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
 
 
 def _from_rank_0(result: Advantages | None, parallel: ParallelState) -> Advantages:
-    given = {} if result is None else vars(result)
-    vectors = {name: value for name, value in given.items() if value is not None}
+    vectors: dict[str, Tensor] = {}
+    if result is not None:
+        vectors = {"advantages": result.advantages}
+        if result.returns is not None:
+            vectors["returns"] = result.returns
     layout = [(name, str(v.dtype).removeprefix("torch."), v.numel()) for name, v in vectors.items()]
-    received = {}
+    received: dict[str, Tensor] = {}
     for name, dtype, size in broadcast_json(layout, 0, parallel.control_group):
         vector = (
             vectors[name].contiguous()

@@ -99,9 +99,8 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
     Raises:
         UserError: a check failed; the message names the key, the folder or the file.
     """
-    unread = () if generates(config) else ("evaluation", "reward", "rollout")
-    if config.learns_from_rows:
-        unread = unread[1:]
+    of_engines: tuple[str, ...] = () if generates(config) else ("reward", "rollout")
+    unread = of_engines if config.training.replay is None else ("evaluation", *of_engines)
     check_paths(config, unread=unread)
     check_model(config, world_size, here=here)
     check_context(config)

@@ -28,6 +28,7 @@ from rlcore.trainer.checkpointer import Checkpointer, folder_inside
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.engine_check import PASS, EngineCheck
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
+from rlcore.trainer.held_out import HeldOutRows
 from rlcore.trainer.rank0 import CATCH_UP, CONTINUE, FINISHED, READY, Outcome, RankZero
 from rlcore.trainer.rank_sync import RankSync, on_rank0
 from rlcore.trainer.weight_publisher import WeightPublisher
@@ -226,16 +227,21 @@ class Trainer:
                 f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate(due)
             )
 
+    @property
+    def held_out(self) -> HeldOutRows:
+        """The rows of evaluation sets, on rank 0."""
+        return on_rank0(on_rank0(self.rank0).held_out)
+
     def score_rows(self, sets: Sequence[str]) -> None:
         """Score held-out rows by passes over their answers."""
         self.switch_to(GpuPhase.TRAINING)
         prefixes = {one.name: one.prefix for one in evaluation_sets(self.config)}
         with self.clock("evaluation"):
-            for name in sets:
-                count = self.sync.broadcast(
-                    f"the rows of evaluation set {name!r}",
-                    lambda name=name: str(on_rank0(on_rank0(self.rank0).held_out).count(name)),
-                )
+            counts = self.sync.broadcast(
+                "the sizes of evaluation sets",
+                lambda: " ".join(str(self.held_out.count(name)) for name in sets),
+            )
+            for name, count in zip(sets, counts.split()):
                 for index in range(int(count)):
                     self.score_held_out(name, index, prefixes[name])
             self.sync.run_on_rank0("the evaluation", lambda: on_rank0(self.rank0).end_scoring(sets))
@@ -243,9 +249,7 @@ class Trainer:
     def score_held_out(self, name: str, index: int, prefix: str) -> None:
         """Score one batch of an evaluation set, and measure it on rank 0."""
         what = f"batch {index} of evaluation set {name!r}"
-        batch = self.sync.run_on_rank0(
-            what, lambda: on_rank0(on_rank0(self.rank0).held_out).batch(name, index)
-        )
+        batch = self.sync.run_on_rank0(what, lambda: self.held_out.batch(name, index))
         plans = None
         if batch is not None:
             plans = plan_minibatches(self.backend.plan_rules, batch, [range(batch.num_sequences)])
@@ -255,8 +259,7 @@ class Trainer:
             put(batch, self.backend.score("reference"), prefix="ref_")
 
         def measure() -> None:
-            measured = self.credit.measure(on_rank0(batch))
-            on_rank0(on_rank0(self.rank0).held_out).add(prefix, measured)
+            self.held_out.add(prefix, self.credit.measure(on_rank0(batch)))
 
         self.sync.run_on_rank0(f"the measurements of {what}", measure)
 

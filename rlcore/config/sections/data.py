@@ -99,7 +99,7 @@ class DataConfig(RowsConfig):
     curriculum: CurriculumConfig | None = None
     """Choose prompts by their recent pass rate, say; default: all rows in turn."""
     add_eos: bool = True
-    """Supervised fine-tuning: train on the end of the answer too."""
+    """Train on the end of an answer too, where answers come from rows."""
     train_turns: Literal["all", "each", "last"] = "all"
     """Supervised fine-tuning on chats that hold their answers: the assistant's turns that are
     trained on. `all` joins turns into one sequence where the chat template keeps earlier ones,

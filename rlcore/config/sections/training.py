@@ -42,7 +42,7 @@ class TrainingConfig(Section):
     epochs: PositiveFloat | None = None
     """Length of the run in passes over the prompts, if no filter drops any."""
     batch_size: PositiveInt = 256
-    """Supervised fine-tuning: sequences per step."""
+    """Rows a step, where answers come from rows: supervised fine-tuning, preferences."""
     early_stopping: bool = False
     """End the run after a step whose KL exceeds `target_kl`."""
     target_kl: NonNegativeFloat | None = None
