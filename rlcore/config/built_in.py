@@ -21,15 +21,13 @@ class Declared:
     batch_stats: bool = False
     # The estimator learns from rows of chosen and rejected answers.
     preferences: bool = False
-    # In every row both.
-    pairs: bool = False
 
 
 _GROUP = Declared(compares_group=True)
 _WITH_VALUES = Declared(frozenset({"values"}), shaped_rewards=True)
 _WITH_REFERENCE = frozenset({"logprobs", "ref_logprobs"})
-_PAIRS = Declared(_WITH_REFERENCE, preferences=True, pairs=True)
-_PAIRS_ALONE = Declared(frozenset({"logprobs"}), preferences=True, pairs=True)
+_PAIRS = Declared(_WITH_REFERENCE, compares_group=True, preferences=True)
+_PAIRS_ALONE = Declared(frozenset({"logprobs"}), compares_group=True, preferences=True)
 _COVARIANCE = Declared(frozenset({"sequence_ids"}), batch_stats=True)
 
 ESTIMATORS: Mapping[str, Declared] = {

@@ -39,7 +39,7 @@ def in_weight_group(engine: EngineConfig) -> bool:
 def compares_pairs(config: Config) -> bool:
     """Whether every row must have a chosen and a rejected answer; not known of a plugin."""
     declared = ESTIMATORS.get(config.algorithm.estimator.name)
-    return declared is not None and declared.pairs
+    return declared is not None and declared.preferences and declared.compares_group
 
 
 def generates(config: Config) -> bool:

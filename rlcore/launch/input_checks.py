@@ -229,7 +229,8 @@ def _estimator_issues(config: Config, warnings: list[ConfigIssue]) -> list[Confi
     def misfits(keywords: Keywords) -> list[ConfigIssue]:
         given = [name for name, value in coefficients(config).items() if value]
         found = [coefficient_ignored(config, name) for name in given if name not in keywords]
-        if config.rollout.samples_per_prompt == 1 and estimator_plugin(section.name).compares_group:
+        alone = config.rollout.samples_per_prompt == 1 and not config.learns_from_rows
+        if alone and estimator_plugin(section.name).compares_group:
             found.append(one_sample(f"estimator {section.name!r}"))
         return found
 

@@ -178,6 +178,7 @@ def _dpo_losses(kind: DPOKind, chosen: Tensor, rejected: Tensor, smoothing: floa
 @register_estimator(
     "dpo",
     needs=_WITH_REFERENCE,
+    compares_group=True,
     formula="-log sigmoid(r_w - r_l) of pairs;  r = beta * (logprob - ref_logprob of the answer)",
     source="Rafailov et al., arXiv:2305.18290",
 )
@@ -237,6 +238,7 @@ class DPO(PreferenceEstimator):
 @register_estimator(
     "ipo",
     needs=_WITH_REFERENCE,
+    compares_group=True,
     formula="(d_w - d_l - 1 / (2 beta))^2 of pairs;  d = mean log-ratio of the answer's tokens",
     source="Azar et al., arXiv:2310.12036",
 )
@@ -268,6 +270,7 @@ class IPO(PreferenceEstimator):
 @register_estimator(
     "simpo",
     needs={"logprobs"},
+    compares_group=True,
     formula="-log sigmoid(r_w - r_l - gamma) of pairs;  r = beta * mean log-prob of a token",
     source="Meng et al., arXiv:2405.14734",
 )
@@ -299,6 +302,7 @@ class SimPO(PreferenceEstimator):
 @register_estimator(
     "orpo",
     needs={"logprobs"},
+    compares_group=True,
     formula="NLL of a chosen token - beta * log sigmoid(log odds ratio) of pairs",
     source="Hong et al., arXiv:2403.07691",
 )

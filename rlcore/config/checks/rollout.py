@@ -165,13 +165,15 @@ def best_checkpoint(config: Config) -> Found:
         return
     sets = {one.name: one for one in evaluation_sets(config)}
     chosen = sets.get(set_of(metric)) if metric.startswith("eval/") else None
+    main = "score"
+    if config.learns_from_rows:
+        main = "loss" if config.is_sft else "preference_accuracy"
     if chosen is None:
-        main = "score"
-        if config.learns_from_rows:
-            main = "loss" if config.is_sft else "preference_accuracy"
         known = ", ".join(f"{one.prefix}{main}" for one in sets.values())
         known = known or "none: evaluation has no prompts"
         yield path, f"got {metric}, expected a metric of a set that is evaluated: {known}"
+    elif config.learns_from_rows and not metric.startswith(chosen.prefix + main.partition("_")[0]):
+        yield path, f"got {metric}, expected one of held-out rows, such as {chosen.prefix}{main}"
     elif not (chosen.every or chosen.at_end):
         yield path, f"{chosen.key} is never evaluated after a step: set its every or at_end"
     elif "@" in metric and _BOUND.sub("", metric) not in _at(chosen):

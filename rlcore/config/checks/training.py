@@ -22,11 +22,11 @@ from rlcore.config.sections.training import RayConfig
 
 _SIZES = ("tensor", "pipeline", "context", "expert")
 _LENGTHS = ("steps", "episodes", "epochs")
-_READ_BY_ENGINES = ("reward", "rollout", "critic", "teacher", "algorithm.kl.monitor")
-_READ_BY_ESTIMATORS = (
-    *("reference", "algorithm.estimator"),
-    *("algorithm.normalize_advantages", "algorithm.old_logprobs"),
+_NOT_READ_BY_SFT = (
+    *("reward", "rollout", "critic", "reference", "teacher", "algorithm.estimator"),
+    *("algorithm.normalize_advantages", "algorithm.kl.monitor", "algorithm.old_logprobs"),
 )
+_NOT_READ_BY_PREFERENCES = ("reward", "rollout", "critic", "teacher", "algorithm.kl.monitor")
 _SHARES = "but Ray gives a share of one GPU or a whole number"
 
 
@@ -123,8 +123,8 @@ def training_notes(config: Config) -> Found:
 
 def unread_notes(config: Config) -> Found:
     """Yield keys that learning from rows does not read."""
-    unread = _READ_BY_ENGINES if config.learns_from_rows else ()
-    for path in (*unread, *(_READ_BY_ESTIMATORS if config.is_sft else ())):
+    unread = _NOT_READ_BY_PREFERENCES if config.is_preference else ()
+    for path in _NOT_READ_BY_SFT if config.is_sft else unread:
         parent, _, name = path.rpartition(".")
         section = attrgetter(parent)(config) if parent else config
         default = type(section).model_fields[name].get_default(call_default_factory=True)

@@ -85,6 +85,8 @@ def test_what_an_estimator_declares_is_what_it_does(name: str) -> None:
     assert taken == (set(COEFFICIENTS) if declared.shaped_rewards else set())
     estimator = build_estimator(name)
     inputs = make_inputs()
+    if declared.preferences:
+        inputs = replace(inputs, rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]))
     regrouped = replace(inputs, group_ids=torch.tensor([0, 1, 1, 0]))
     differs = not torch.equal(estimator(inputs).advantages, estimator(regrouped).advantages)
     assert differs is declared.compares_group is estimator_plugin(name).compares_group

@@ -5,6 +5,7 @@ import pytest
 from rlcore.config.checks.all_checks import CHECKS, describe_checks
 
 SFT = "algorithm.loss.name=sft"
+DPO = "algorithm.estimator.name=dpo"
 GDPO = "algorithm.estimator.name=gdpo"
 CURRICULUM = "data.curriculum.name=pass_rate"
 FORMAT = "{function: format, args: {pattern: x}}"
@@ -223,6 +224,8 @@ def test_refused(refusal, overrides, refused):
         [CURRICULUM, "reward.parts={a: {function: 'mine:own'}}"],
         [CURRICULUM, "reward.parts={a: {judge: {url: 'http://x:1', model: m, correct_from: 5}}}"],
         ["algorithm.kl.loss_coef=0.1"],
+        [DPO, "reward=null", "algorithm.normalize_advantages=none", "evaluation.paths=[x]"],
+        [DPO, "reward=null", "algorithm.loss.name=reinforce", "policy.routing_replay=logprobs"],
         ["algorithm.estimator.name=mine:Own", "algorithm.kl.reward_coef=0.1"],
         ["algorithm.loss.aggregation=seq-mean-token-sum-norm", "algorithm.loss.norm_length=8"],
         ["algorithm.loss={per_rollout: true, aggregation: seq-mean-token-mean}",
@@ -296,6 +299,18 @@ def test_a_problem_names_origin_reason_and_remedy(refusal, write):
         (["algorithm.loss.per_rollout=on"], "aggregation token-mean counts tokens alone"),
         ([SFT, "policy.routing_replay=engine"],
          "supervised fine-tuning has no engine to replay: use 'none'"),
+        ([DPO, "algorithm.minibatches=2"], "got 2, but the gradient of 'dpo' is that of"),
+        ([DPO, "algorithm.epochs=2"], "got 2, but the gradient of 'dpo' is that of"),
+        ([DPO, "algorithm.loss.name=gspo"], "got 'gspo', which would change the gradient"),
+        ([DPO, "algorithm.loss.aggregation=seq-mean-token-mean"], "'dpo' is a mean over pairs"),
+        ([DPO, "algorithm.normalize_advantages=batch"], "would change the gradient of 'dpo'"),
+        ([DPO, "algorithm.old_logprobs=rollout"], "no engine made the answers"),
+        ([DPO, "algorithm.kl.loss_coef=0.1"], "learning from preferences has no such term"),
+        ([DPO, TIS], "learning from preferences has no engine whose log-probs could differ"),
+        ([DPO, "training.debug=rollout_only"], "not for learning from preferences"),
+        ([DPO, "training.steps=null", "training.episodes=8"],
+         "learning from preferences counts no episodes"),
+        ([DPO, "policy.routing_replay=engine"], "learning from preferences has no engine"),
         (["algorithm.normalize_advantages=groups"],
          "got 'groups', expected one of 'batch', 'group' or 'none'"),
     ],

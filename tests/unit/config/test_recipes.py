@@ -155,8 +155,9 @@ def test_it_can_be_debugged(
 
 
 OTHERS = [
-    ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo",
-     "ppo", "reinforce_pp", "revise")),
+    ["addition/sft.yaml"], ["addition/dpo.yaml"],
+    *(["addition/base.yaml", f"addition/{name}.yaml"]
+      for name in ("grpo", "ppo", "reinforce_pp", "revise")),
     ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
     *(["word_problems/data.yaml", f"word_problems/{name}.yaml"] for name in ("sft", "grpo")),
     *(["calculator/base.yaml", f"calculator/{name}.yaml"] for name in ("sft", "grpo")),
