@@ -13,6 +13,7 @@ S = "rollout/conversation/"
 U = "tests/unit/"
 
 BY_HAND = "test_estimators_by_hand.py"
+SLOW = "test_estimators_reference.py"
 LOSSES = "test_losses_reference.py::test_values_and_gradients"
 EXTREME = "test_losses_reference.py::test_extreme_log_ratios_in_float32"
 CONTRACT = "test_check_estimator.py::test_our_estimators_keep_the_contract"
@@ -152,6 +153,17 @@ MUTANTS = [
      "total = self._whitened(torch.repeat_interleave(total, segment_lengths(inputs.cu_seqlens)))[inputs.cu_seqlens[:-1].clamp(max=inputs.num_tokens - 1)]", BY_HAND),
     ("gdpo takes a failed part for a score of 0", E + "gdpo.py", "parts.double().unbind(1)", "parts.double().nan_to_num(0.0).unbind(1)", BY_HAND),
     ("gdpo forgets the weights", E + "gdpo.py", "scores = weight * group.residuals", "scores = group.residuals", BY_HAND),
+    # preferences
+    ("no reference", E + "preferences.py", "return self.logprobs - self.ref_logprobs", "return self.logprobs", SLOW),
+    ("answers of one reward are a pair", E + "preferences.py", "self.rewards[rows][:, None] > self.rewards[rows]", "self.rewards[rows][:, None] >= self.rewards[rows]", SLOW),
+    ("a group counts by its pairs", E + "preferences.py", "of_group.clamp(min=1)", "1", SLOW),
+    ("a gradient through kto's estimate of the KL", E + "preferences.py", "rewards.detach().mean()", "rewards.mean()", SLOW),
+    ("kto's estimate of the KL below 0", E + "preferences.py", ".mean().clamp(min=0)", ".mean()", SLOW),
+    ("simpo without its margin", E + "preferences.py", "self.rewards(rejected) - self.gamma)", "self.rewards(rejected))", SLOW),
+    ("orpo without fine-tuning", E + "preferences.py", "return -chosen.means - self.beta", "return -self.beta", SLOW),
+    ("ipo of whole answers", E + "preferences.py", "self.beta * answers.ratios / answers.lengths", "self.beta * answers.ratios", SLOW),
+    ("dpo without smoothing", E + "preferences.py", "-(1 - smoothing) * right - smoothing * wrong", "-right", SLOW),
+    ("segments of an answer apart", E + "preferences.py", "Rollouts.of(ids)", "Rollouts.of(None)", CUT_ESTIMATORS),
     ("gpg counts rewards that are not zero", E + "grpo.py", "(group.total(group.residuals.abs()) > 0).double()",
      "(group.returns != 0).double()", BY_HAND),
     # ragged vectors

@@ -3,12 +3,13 @@
 A preference loss is a function of the log-probs of whole answers. With weights 1/B on the tokens of
 B answers, the gradient of `-A_t * logprobs_t` is the loss's own where
 
-    A_t = -B * d(mean loss) / d(log-prob of the answer that token t is in)
+    A_t = -n * d(mean loss of its group) / d(log-prob of the answer that token t is in)
 
-so a pair may be cut apart by micro-batches, replicas and pipeline stages. The derivative is taken
-at the log-probs before the step: the gradient is exact for one optimizer step a batch.
+and n is the number of the group's answers. So a pair may be cut apart by micro-batches, replicas
+and pipeline stages. The derivative is taken at the log-probs before the step: the gradient is exact
+for one optimizer step a batch.
 
-A chosen answer has reward 1, a rejected one 0; a pair is a group.
+A pair is two answers of one group, of which the chosen one has the higher reward.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from rlcore.algorithms.errors import InputError
-from rlcore.algorithms.ragged import expand_to_tokens, segment_lengths, segment_sum
+from rlcore.algorithms.ragged import expand_to_tokens, group_index, segment_lengths, segment_sum
 from rlcore.algorithms.registry import register_estimator
+from rlcore.algorithms.rollouts import Rollouts
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 if TYPE_CHECKING:
@@ -66,76 +67,107 @@ class PreferenceEstimator(ABC):
     much.
     """
 
-    paired: ClassVar[bool] = True  # every row has both answers
-
     @abstractmethod
     def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
-        """Return the losses whose mean is minimised, [N].
-
-        With `paired`, `chosen` and `rejected` have the same length, pair by pair.
-        """
+        """Return the losses of pairs, [P]."""
 
     @abstractmethod
     def rewards(self, answers: Answers) -> Tensor:
         """Return the reward that the policy implies for each answer, [N]."""
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
-        """Compute advantages. Raises InputError if pairs are compared and a group is none."""
-        chosen, rejected = self._rows(inputs)
-        lengths = segment_lengths(inputs.cu_seqlens)
+        """Compute advantages; 0 in a group whose rewards are equal."""
+        answers = GroupedAnswers(inputs)
+        chosen, rejected = answers.pairs()
         with torch.inference_mode(False), torch.enable_grad():
-            answers = Answers(
-                _per_answer(inputs, inputs.logprobs).clone().requires_grad_(),
-                lengths.double(),
-                None if inputs.ref_logprobs is None else _per_answer(inputs, inputs.ref_logprobs),
-            )
-            losses = self.losses(answers.take(chosen), answers.take(rejected))
-            (gradient,) = torch.autograd.grad(losses.mean(), answers.logprobs)
-        advantages = expand_to_tokens(-len(lengths) * gradient, inputs.cu_seqlens)
-        metrics = {"loss": losses.detach(), **self._metrics(answers, chosen, rejected)}
-        found = {f"preference/{name}": value for name, value in metrics.items() if len(value)}
-        assert inputs.logprobs is not None
-        return Advantages(advantages.to(inputs.logprobs.dtype), metrics=found)
-
-    @torch.no_grad()
-    def _metrics(self, answers: Answers, chosen: Tensor, rejected: Tensor) -> Mapping[str, Tensor]:
-        rewards = self.rewards(answers)
+            known = answers.with_gradient()
+            losses = self.losses(known.take(chosen), known.take(rejected))
+            of_group = torch.bincount(answers.groups[chosen], minlength=len(known.lengths))
+            shares = (answers.sizes.double() / of_group.clamp(min=1))[answers.groups[chosen]]
+            (gradient,) = torch.autograd.grad((shares * losses).sum(), known.logprobs)
+        rewards = self.rewards(known).detach()
+        margins = rewards[chosen] - rewards[rejected]
         found = {
-            "chosen_reward": rewards[chosen],
-            "rejected_reward": rewards[rejected],
-            "chosen_logprob": answers.means[chosen].detach(),
-            "rejected_logprob": answers.means[rejected].detach(),
+            "loss": losses.detach(),
+            "margin": margins,
+            "accuracy": (margins > 0).double(),
+            **described(rewards, known, chosen, rejected),
         }
-        if self.paired:
-            margins = rewards[chosen] - rewards[rejected]
-            found |= {"margin": margins, "accuracy": (margins > 0).double()}
-        return found
-
-    def _rows(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        """Return the chosen and the rejected answers, int64 [N]; with `paired` in pairs."""
-        right = inputs.rewards > 0.5
-        if not self.paired:
-            return right.nonzero()[:, 0], (~right).nonzero()[:, 0]
-        # Chosen before rejected in every group.
-        order = torch.argsort(inputs.group_ids * 2 + (~right).long(), stable=True)
-        groups = inputs.group_ids[order]
-        pairs = order.view(-1, 2) if len(order) % 2 == 0 else None
-        if (
-            pairs is None
-            or bool((groups[::2] != groups[1::2]).any())
-            or not bool((right[pairs[:, 0]] & ~right[pairs[:, 1]]).all())
-        ):
-            raise InputError(
-                f"{type(self).__name__}: expected a chosen answer (reward 1) and a rejected one"
-                " (reward 0) in every group"
-            )
-        return pairs[:, 0], pairs[:, 1]
+        return answers.advantages(-gradient, found)
 
 
-def _per_answer(inputs: EstimatorInputs, logprobs: Tensor | None) -> Tensor:
-    """Sum the log-probs of each answer in float64, [B]."""
-    assert logprobs is not None
-    return segment_sum(logprobs.double(), inputs.cu_seqlens)
+class GroupedAnswers:
+    """The N answers of a batch that have a trainable token.
+
+    An answer is a rollout: its segments, if it has several, count together.
+    """
+
+    logprobs: Tensor  # float64 [N]
+    lengths: Tensor  # float64 [N], trainable tokens
+    rewards: Tensor  # float64 [N]
+    groups: Tensor  # int64 [N], numbered from 0
+    sizes: Tensor  # int64 [N], of each group number its answers; 0 beyond the last group
+
+    def __init__(self, inputs: EstimatorInputs) -> None:
+        self._inputs = inputs
+        lengths = segment_lengths(inputs.cu_seqlens)
+        self._member = member = lengths > 0
+        ids = None if inputs.rollout_ids is None else inputs.rollout_ids[member]
+        self._rollouts = rollouts = Rollouts.of(ids)
+
+        def total(tokens: Tensor | None) -> Tensor:
+            assert tokens is not None
+            sums = segment_sum(tokens.double(), inputs.cu_seqlens)[member]
+            return sums if rollouts is None else rollouts.total(sums)
+
+        def shared(values: Tensor, name: str) -> Tensor:
+            return values[member] if rollouts is None else rollouts.shared(values[member], name)
+
+        self.logprobs = total(inputs.logprobs)
+        self.lengths = total(torch.ones_like(inputs.logprobs))  # type: ignore[arg-type]
+        self.rewards = shared(inputs.rewards, "rewards").double()
+        self.groups, _ = group_index(shared(inputs.group_ids, "group_ids"))
+        self.sizes = torch.bincount(self.groups, minlength=len(self.groups))
+        self._reference = None if inputs.ref_logprobs is None else total(inputs.ref_logprobs)
+
+    def with_gradient(self) -> Answers:
+        """The answers, by whose log-probs a loss may be differentiated."""
+        return Answers(self.logprobs.clone().requires_grad_(), self.lengths, self._reference)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """The chosen and the rejected answer of each pair, int64 [P]."""
+        order = torch.argsort(self.groups, stable=True)
+        chosen, rejected = [], []
+        for rows in order.split(self.sizes[self.sizes > 0].tolist()):
+            better = self.rewards[rows][:, None] > self.rewards[rows]
+            first, second = better.nonzero(as_tuple=True)
+            chosen.append(rows[first])
+            rejected.append(rows[second])
+        none = order[:0]
+        return torch.cat([none, *chosen]), torch.cat([none, *rejected])
+
+    def advantages(self, of_answers: Tensor, metrics: Mapping[str, Tensor]) -> Advantages:
+        """Give the number of an answer, [N], to each of its tokens; leave out empty metrics."""
+        of_sequences = of_answers if self._rollouts is None else of_answers[self._rollouts.index]
+        each = of_sequences.new_zeros(len(self._member))
+        each[self._member] = of_sequences
+        found = {f"preference/{name}": value for name, value in metrics.items() if len(value)}
+        assert self._inputs.logprobs is not None
+        tokens = expand_to_tokens(each, self._inputs.cu_seqlens)
+        return Advantages(tokens.to(self._inputs.logprobs.dtype), metrics=found)
+
+
+def described(
+    rewards: Tensor, answers: Answers, chosen: Tensor, rejected: Tensor
+) -> dict[str, Tensor]:
+    """The implicit rewards, [N], and log-probs of chosen and of rejected answers."""
+    means = answers.means.detach()
+    return {
+        "chosen_reward": rewards[chosen],
+        "rejected_reward": rewards[rejected],
+        "chosen_logprob": means[chosen],
+        "rejected_logprob": means[rejected],
+    }
 
 
 def _check_beta(beta: float) -> None:
@@ -342,13 +374,13 @@ def _log_odds(logprobs: Tensor) -> Tensor:
     formula="w * (1 - sigmoid(+-(r - z)));  r = beta * log-ratio, z = beta * the step's mean",
     source="Ethayarajh et al., arXiv:2402.01306",
 )
-class KTO(PreferenceEstimator):
+class KTO:
     """Kahneman-Tversky optimization: answers are good or bad by themselves; nothing needs a pair.
 
         r    = beta * (log-prob - reference's log-prob of an answer)
         z    = beta * max(0, mean log-ratio of the step's answers), without gradient
-        loss = desirable_weight * (1 - sigmoid(r - z))      of a chosen answer
-               undesirable_weight * (1 - sigmoid(z - r))    of a rejected one
+        loss = desirable_weight * (1 - sigmoid(r - z))      of an answer with a reward above 0.5
+               undesirable_weight * (1 - sigmoid(z - r))    of another
 
     z stands for the KL to the reference. The paper and TRL estimate it from answers given to other
     prompts, which costs a third pass over as many tokens; here the step's own answers are the
@@ -356,8 +388,6 @@ class KTO(PreferenceEstimator):
 
     K. Ethayarajh et al., arXiv:2402.01306.
     """
-
-    paired = False
 
     def __init__(
         self, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
@@ -369,17 +399,19 @@ class KTO(PreferenceEstimator):
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
 
-    def rewards(self, answers: Answers) -> Tensor:
-        """`r`, [N]."""
-        return self.beta * answers.ratios
-
-    def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
-        """The losses of chosen answers, then of rejected ones, [N]."""
-        good, bad = self.rewards(chosen), self.rewards(rejected)
-        z = torch.cat([good, bad]).detach().mean().clamp(min=0)
-        return torch.cat(
-            [
-                self.desirable_weight * (z - good).sigmoid(),
-                self.undesirable_weight * (bad - z).sigmoid(),
-            ]
-        )
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        """Compute advantages; metrics are those of `PreferenceEstimator` without pairs'."""
+        answers = GroupedAnswers(inputs)
+        good = answers.rewards > 0.5
+        with torch.inference_mode(False), torch.enable_grad():
+            known = answers.with_gradient()
+            rewards = self.beta * known.ratios
+            z = rewards.detach().mean().clamp(min=0) if len(rewards) else 0.0
+            losses = torch.where(
+                good,
+                self.desirable_weight * (z - rewards).sigmoid(),
+                self.undesirable_weight * (rewards - z).sigmoid(),
+            )
+            (gradient,) = torch.autograd.grad(losses.sum(), known.logprobs)
+        found = described(rewards.detach(), known, good, ~good)
+        return answers.advantages(-gradient, {"loss": losses.detach(), **found})

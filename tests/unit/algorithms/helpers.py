@@ -40,6 +40,7 @@ def random_inputs(
         noise(size).abs(),
         "baseline_rewards": noise(len(lengths)),
         "reward_parts": noise(3 * len(lengths)).reshape(-1, 3),
+        "ref_logprobs": -noise(size).abs(),
     }  # fmt: skip
     return EstimatorInputs(cu_seqlens=cu_seqlens, **{**fields, **changes})
 

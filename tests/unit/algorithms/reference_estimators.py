@@ -59,7 +59,9 @@ def episodes(inputs: EstimatorInputs) -> list[Episode]:
     """Cut a batch into its sequences."""
     per_token = {
         name: value.double().tolist()
-        for name in ("token_rewards", "kl", "values", "logprobs", "teacher_logprobs")
+        for name in (
+            *("token_rewards", "kl", "values", "logprobs", "teacher_logprobs", "ref_logprobs"),
+        )
         if (value := getattr(inputs, name)) is not None
     }
     borders = inputs.cu_seqlens.tolist()
@@ -260,11 +262,129 @@ def gdpo(
     return [([(score(e) - centre) / spread] * e.length if e.length else [], None) for e in batch]
 
 
+# --- preferences: derivatives by hand -------------------------------------------------------------
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def log_ratio(episode: Episode) -> float:
+    return math.fsum(episode.tokens["logprobs"]) - math.fsum(episode.tokens["ref_logprobs"])
+
+
+def mean_logprob(episode: Episode) -> float:
+    return math.fsum(episode.tokens["logprobs"]) / episode.length
+
+
+def of_pairs(
+    batch: list[Episode], slopes: Callable[[Episode, Episode], tuple[float, float]]
+) -> Result:
+    """Credit answers by a loss of pairs.
+
+    Args:
+        slopes: a pair's derivatives by the log-prob of the better and that of the worse answer.
+    """
+    credit = {id(episode): 0.0 for episode in batch}
+    members = [episode for episode in batch if episode.length]
+    for group in {episode.group for episode in members}:
+        answers = [episode for episode in members if episode.group == group]
+        pairs = [(w, l) for w in answers for l in answers if w.reward > l.reward]  # noqa: E741
+        for better, worse in pairs:
+            of_better, of_worse = slopes(better, worse)
+            credit[id(better)] -= len(answers) / len(pairs) * of_better
+            credit[id(worse)] -= len(answers) / len(pairs) * of_worse
+    return [([credit[id(episode)]] * episode.length, None) for episode in batch]
+
+
+def dpo(batch: list[Episode], beta: float = 0.1, **given: Any) -> Result:
+    kind = given.get("kind", "sigmoid")
+    noise = given.get("label_smoothing", 0.0)
+    sft = given.get("sft_coef", 0.0)
+
+    def slopes(better: Episode, worse: Episode) -> tuple[float, float]:
+        up, down = beta * log_ratio(better), beta * log_ratio(worse)
+        p = sigmoid(up - down)
+        by_margin = {
+            "sigmoid": -(1 - noise) * (1 - p) + noise * p,
+            "robust": (-(1 - noise) * (1 - p) - noise * p) / (1 - 2 * noise),
+            "hinge": -1.0 if up - down < 1 else 0.0,
+            "exo": p * (1 - p) * (math.log(p / (1 - p)) - math.log((1 - noise) / noise))
+            if noise and 0 < p < 1
+            else 0.0,
+        }
+        if kind == "nca":
+            a, b = -(1 - sigmoid(up)) + 0.5 * sigmoid(up), 0.5 * sigmoid(down)
+        elif kind == "apo_zero":
+            a, b = -sigmoid(up) * sigmoid(-up), sigmoid(down) * sigmoid(-down)
+        elif kind == "apo_down":
+            a, b = sigmoid(up) * sigmoid(-up) - p * (1 - p), p * (1 - p)
+        else:
+            a, b = by_margin[kind], -by_margin[kind]
+        return beta * a - sft / better.length, beta * b
+
+    return of_pairs(batch, slopes)
+
+
+def ipo(batch: list[Episode], beta: float = 0.1) -> Result:
+    def slopes(better: Episode, worse: Episode) -> tuple[float, float]:
+        margin = log_ratio(better) / better.length - log_ratio(worse) / worse.length
+        slope = 2 * (margin - 1 / (2 * beta))
+        return slope / better.length, -slope / worse.length
+
+    return of_pairs(batch, slopes)
+
+
+def simpo(batch: list[Episode], beta: float = 2.0, gamma: float = 1.0) -> Result:
+    def slopes(better: Episode, worse: Episode) -> tuple[float, float]:
+        margin = beta * (mean_logprob(better) - mean_logprob(worse)) - gamma
+        slope = -beta * sigmoid(-margin)
+        return slope / better.length, -slope / worse.length
+
+    return of_pairs(batch, slopes)
+
+
+def orpo(batch: list[Episode], beta: float = 0.1) -> Result:
+    def odds(logprob: float) -> tuple[float, float]:
+        """(log odds, their derivative)."""
+        rest = -math.expm1(min(logprob, -1e-12))
+        return min(logprob, -1e-12) - math.log(rest), 1 / rest if logprob < -1e-12 else 0.0
+
+    def slopes(better: Episode, worse: Episode) -> tuple[float, float]:
+        up, rises = odds(mean_logprob(better))
+        down, falls = odds(mean_logprob(worse))
+        slope = -beta * sigmoid(down - up)
+        return (slope * rises - 1) / better.length, -slope * falls / worse.length
+
+    return of_pairs(batch, slopes)
+
+
+def kto(
+    batch: list[Episode],
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Result:
+    ratios = [log_ratio(episode) for episode in batch if episode.length]
+    z = max(0.0, math.fsum(ratios) / len(ratios)) if ratios else 0.0
+    result: Result = []
+    for episode in batch:
+        if not episode.length:
+            result.append(([], None))
+            continue
+        far = beta * (log_ratio(episode) - z)
+        slope = beta * sigmoid(far) * sigmoid(-far)
+        good = desirable_weight if episode.reward > 0.5 else -undesirable_weight
+        result.append(([good * slope] * episode.length, None))
+    return result
+
+
 REFERENCES: dict[str, Callable[..., Result]] = {
     "ppo": ppo, "vapo": vapo, "reinforce++": reinforce_pp, "reinforce++_baseline":
     reinforce_pp_baseline,
     "remax": remax, "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo, "gpg": gpg,
-    "max_rl": max_rl, "gdpo": gdpo,
+    "max_rl": max_rl, "gdpo": gdpo, "dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo,
+    "kto": kto,
 }  # fmt: skip
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -293,6 +413,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("max_rl", {}),
     ("gdpo", {}),
     ("gdpo", {"reward_weights": [1.0, 0.25, -2.0], "eps": 1e-4}),
+    ("dpo", {}),
+    ("dpo", {"beta": 0.4, "label_smoothing": 0.2, "sft_coef": 0.7}),
+    ("dpo", {"beta": 0.4, "label_smoothing": 0.2, "kind": "robust"}),
+    ("dpo", {"beta": 0.4, "label_smoothing": 0.2, "kind": "exo"}),
+    *(("dpo", {"kind": kind}) for kind in ("hinge", "nca", "apo_zero", "apo_down")),
+    ("ipo", {}),
+    ("ipo", {"beta": 0.4}),
+    ("simpo", {}),
+    ("simpo", {"beta": 1.0, "gamma": 0.0}),
+    ("orpo", {}),
+    ("orpo", {"beta": 0.5}),
+    ("kto", {}),
+    ("kto", {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}),
 ]
 
 

@@ -41,8 +41,8 @@ from .wrong_estimators import (
     writes,
 )
 
-# the scale of gpg counts the groups that teach nothing, gdpo whitens
-OF_THE_WHOLE_BATCH = {"gpg", "gdpo"}
+# the scale of gpg counts the groups that teach nothing, gdpo whitens, kto has a mean of the step
+OF_THE_WHOLE_BATCH = {"gpg", "gdpo", "kto"}
 
 
 @pytest.mark.parametrize("name", estimator_names())

@@ -26,6 +26,8 @@ ALWAYS = {
     "vapo": {"values"},
     "remax": {"baseline_rewards"},
     "gdpo": {"reward_parts"},
+    **{name: {"logprobs", "ref_logprobs"} for name in ("dpo", "ipo", "kto")},
+    **{name: {"logprobs"} for name in ("simpo", "orpo")},
 }
 
 

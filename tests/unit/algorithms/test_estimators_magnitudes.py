@@ -12,6 +12,7 @@ from scipy.signal import lfilter
 from torch import Tensor
 
 from rlcore.algorithms import EstimatorInputs, OutputError, build_estimator
+from rlcore.config.built_in import ESTIMATORS
 
 from .helpers import cu, in_float32, random_inputs
 from .reference_estimators import CASES, case_id, reference
@@ -68,6 +69,8 @@ def size_of(name: str, options: dict[str, Any], mean: float, spread: float) -> f
         size /= min(spread, 1.0) * options.get("eps", 1e-6)  # and by the std of the sums
     if name == "max_rl":
         size /= min(max(abs(mean), spread), 1.0)  # divided by the mean
+    if ESTIMATORS[name].preferences:
+        size = max(size, 1.0)  # from log-probs; rewards are only compared
     return size
 
 

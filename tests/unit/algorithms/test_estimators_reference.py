@@ -70,7 +70,9 @@ def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, l
             torch.randn(len(mask), generator=generator, dtype=torch.float64).tolist()
             for mask in masks
         ]
-        for name in ("token_rewards", "kl", "values", "logprobs", "teacher_logprobs")
+        for name in (
+            *("token_rewards", "kl", "values", "logprobs", "teacher_logprobs", "ref_logprobs"),
+        )
     }
     kept = {
         name: torch.tensor(

@@ -13,7 +13,6 @@ from torch import Tensor
 from rlcore.algorithms import (
     Advantages,
     EstimatorInputs,
-    InputError,
     KeywordError,
     OutputError,
     build_estimator,
@@ -149,17 +148,16 @@ def test_extreme_answers_stay_finite() -> None:
             assert build_estimator(name, **keywords)(batch).advantages.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rewards": torch.ones(10)},
-        {"group_ids": torch.arange(10)},
-        {"group_ids": torch.zeros(10, dtype=torch.int64)},
-    ],
-)
-def test_groups_that_are_no_pairs_are_refused(changes: dict[str, Tensor]) -> None:
-    with pytest.raises(InputError, match=r"a chosen answer .* and a rejected one"):
-        build_estimator("dpo")(inputs(**changes))
+def test_every_two_answers_of_unequal_rewards_are_a_pair() -> None:
+    """Ranks, as of a list of answers: one reward a step, equal ones are no pair."""
+    ranks = torch.tensor([3.0, 1, 2, 2, 0, 0, 0, 0, 0, 0])
+    batch = inputs(rewards=ranks, group_ids=torch.tensor([4] * 4 + [5] * 6))
+    found = build_estimator("dpo", beta=B)(batch)
+    assert len(found.metrics["preference/loss"]) == 5
+    each = [part[0] for part in found.advantages.split(LENGTHS)]
+    assert float(each[0]) > 0 > float(each[1])
+    assert sum(map(float, each[:4])) == pytest.approx(0, abs=1e-12)
+    assert each[4:] == [0.0] * 6
 
 
 @pytest.mark.parametrize(
