@@ -113,9 +113,16 @@ def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, An
 
 def samples_per_step(config: Config) -> int:
     """Return how many sequences one step trains on."""
+    rows = config.training.batch_size
+    prompts = rows if config.learns_from_rows else config.rollout.prompts_per_step
+    return prompts * answers_per_prompt(config)
+
+
+def answers_per_prompt(config: Config) -> int:
+    """Return how many answers a prompt has in a step."""
     if config.learns_from_rows:
-        return config.training.batch_size * (1 + config.is_preference)
-    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        return 1 + config.is_preference
+    return config.rollout.samples_per_prompt
 
 
 def total_steps(config: Config, num_prompts: int) -> int:

@@ -145,7 +145,7 @@ class CreditAssignment:
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
         """Return each token's loss weight within its optimizer step; 0 if the token is too old."""
         if self.config.is_preference:
-            return torch.full((batch.num_trainable,), 1 / batch.num_sequences)
+            return torch.full((batch.num_trainable,), 1 / batch.num_trained_rollouts)
         loss = self.config.algorithm.loss
         per_rollout = per_rollout_loss(self.config)
         weights = torch.zeros(batch.num_trainable)

@@ -120,7 +120,8 @@ class Rows:
         for start, stop in turns:
             mask[start:stop] = 1
         trained = int(mask.sum())
-        prompt_text, text = prompt.text, label
+        prompt_text = prompt.text
+        text = label
         if text is None:
             prompt_text = self._tokenizer.decode(tokens[:begin])
             text = decode(self._tokenizer, [tokens[begin:end]])[0]

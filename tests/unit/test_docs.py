@@ -90,7 +90,7 @@ def test_every_key_of_the_configuration_has_a_meaning() -> None:
 def test_the_page_of_algorithms_names_every_one() -> None:
     from rlcore.algorithms import CORRECTIONS, estimator_names, policy_loss_names
 
-    page = (DOCS / "algorithms.md").read_text()
+    page = (DOCS / "algorithms.md").read_text() + (DOCS / "preferences.md").read_text()
     for name in (*estimator_names(), *policy_loss_names(), *CORRECTIONS):
         assert f"| `{name}` |" in page
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from rlcore.algorithms.ragged import expand_to_tokens, group_index, segment_lengths, segment_sum
 from rlcore.algorithms.registry import register_estimator
@@ -137,7 +136,8 @@ class GroupedAnswers:
     def pairs(self) -> tuple[Tensor, Tensor]:
         """The chosen and the rejected answer of each pair, int64 [P]."""
         order = torch.argsort(self.groups, stable=True)
-        chosen, rejected = [], []
+        chosen = []
+        rejected = []
         for rows in order.split(self.sizes[self.sizes > 0].tolist()):
             better = self.rewards[rows][:, None] > self.rewards[rows]
             first, second = better.nonzero(as_tuple=True)
@@ -170,6 +170,10 @@ def described(
     }
 
 
+def _log_sigmoid(x: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(x)
+
+
 def _check_beta(beta: float) -> None:
     if not 0.0 < beta < float("inf"):
         raise ValueError(f"beta: expected a number > 0, got {beta}")
@@ -189,7 +193,8 @@ def _dpo_losses(kind: DPOKind, chosen: Tensor, rejected: Tensor, smoothing: floa
     """The losses of pairs, [P], by the rewards of their answers, [P] each."""
     margins = chosen - rejected
     # Log-probability that the chosen answer is the better one, and that it is not.
-    right, wrong = logsigmoid(margins), logsigmoid(-margins)
+    right = _log_sigmoid(margins)
+    wrong = _log_sigmoid(-margins)
     if kind == "sigmoid":
         return -(1 - smoothing) * right - smoothing * wrong
     if kind == "robust":
@@ -201,7 +206,7 @@ def _dpo_losses(kind: DPOKind, chosen: Tensor, rejected: Tensor, smoothing: floa
             wrong - math.log(smoothing)
         )
     if kind == "nca":
-        return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+        return -_log_sigmoid(chosen) - 0.5 * _log_sigmoid(-chosen) - 0.5 * _log_sigmoid(-rejected)
     if kind == "apo_zero":
         return (-chosen).sigmoid() + rejected.sigmoid()
     return chosen.sigmoid() + (-margins).sigmoid()
@@ -328,7 +333,7 @@ class SimPO(PreferenceEstimator):
 
     def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
         """The losses of pairs, [P]."""
-        return -logsigmoid(self.rewards(chosen) - self.rewards(rejected) - self.gamma)
+        return -_log_sigmoid(self.rewards(chosen) - self.rewards(rejected) - self.gamma)
 
 
 @register_estimator(
@@ -359,7 +364,7 @@ class ORPO(PreferenceEstimator):
     def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
         """The losses of pairs, [P]."""
         ratio = _log_odds(chosen.means) - _log_odds(rejected.means)
-        return -chosen.means - self.beta * logsigmoid(ratio)
+        return -chosen.means - self.beta * _log_sigmoid(ratio)
 
 
 def _log_odds(logprobs: Tensor) -> Tensor:

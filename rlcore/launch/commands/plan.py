@@ -18,6 +18,7 @@ from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
 from rlcore.config.derived import (
     Passes,
+    answers_per_prompt,
     built_in_passes,
     embedded_in_trainer,
     generates,
@@ -322,9 +323,6 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     share = policy.share_prefixes
     is_shared = share == "on" or (share == "auto" and policy.transformer_engine == "off")
     is_shared = is_shared and not policy.mtp_coef and arch.why_whole is None
-    siblings = 1 + config.is_preference
-    if not config.learns_from_rows:
-        siblings = config.rollout.samples_per_prompt
     return Job(
         trained=tuple(trained),
         frozen=tuple(frozen),
@@ -336,7 +334,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         dtype_bytes=2 if config.model.dtype == "bf16" else 4,
         vocab_multiple=config.model.vocab_divisible_by,
         chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
-        siblings=siblings if is_shared else 1,
+        siblings=answers_per_prompt(config) if is_shared else 1,
         publication=make_publication(config, arch),
     )
 

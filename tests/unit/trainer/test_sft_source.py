@@ -132,7 +132,7 @@ def test_rows_that_cannot_fit_with_their_answers_are_left_out(
     ):
         RowSource(config, tokenizer)
     alone = RowSource(make_config(write_rows(rows[:3])), tokenizer)
-    assert source.rows.prompts.fingerprint() == alone.prompts.fingerprint()
+    assert source.rows.prompts.fingerprint() == alone.rows.prompts.fingerprint()
 
 
 # --- chats of several turns -----------------------------------------------------------------------
