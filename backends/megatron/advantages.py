@@ -127,4 +127,4 @@ def _from_rank_0(result: Advantages | None, parallel: ParallelState) -> Advantag
         )
         dist.broadcast(vector, 0, group=parallel.control_group)
         received[name] = vector
-    return Advantages(**received)
+    return Advantages(received["advantages"], received.get("returns"))
