@@ -12,7 +12,7 @@ from rlcore.data.sample import Sample, verdict_word
 # Each metric may have several names; the first present counts.
 REWARD = ("rollout/reward", "objective/scores")
 KL = ("objective/kl",)
-LOSS = ("loss/policy_avg", "objective/loss")
+LOSS = ("preference/loss", "loss/policy_avg", "objective/loss")
 LENGTH = ("val/sequence_lengths",)
 TOKENS_PER_SECOND = ("perf/tokens_per_second",)
 STEP_SECONDS = ("time/step",)
