@@ -85,6 +85,7 @@ MAMBA: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2,
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
+# A model's place seeds its weights: new ones go to the end.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
@@ -127,19 +128,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
         "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}),
-    "gemma4_text": ("Gemma4TextConfig", {
-        "head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 4,
-        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 4,
-        "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-3, "final_logit_softcapping": 3.0,
-        "use_bidirectional_attention": "vision", "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            "full_attention": {"rope_type": "proportional", "rope_theta": 500.0,
-                "partial_rotary_factor": 0.25}},
-        "layer_types": ["sliding_attention", "full_attention"] * 2}),
-    "olmo3": ("Olmo3Config", {
-        "sliding_window": 4, "rms_norm_eps": 1e-3, "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            "full_attention": {**YARN, "truncate": True}}}),
     "minimax_m2": ("MiniMaxM2Config", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
@@ -174,6 +162,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_attention", "moe", "full_attention", "linear_attention"]}),
     "nemotron_h_dense": ("NemotronHConfig", {**MAMBA, "layers_block_type": [
         "linear_attention", "mlp", "full_attention", "mlp"]}),
+    "gemma4_text": ("Gemma4TextConfig", {
+        "head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 4,
+        "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-3, "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision", "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25}},
+        "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "olmo3": ("Olmo3Config", {
+        "sliding_window": 4, "rms_norm_eps": 1e-3, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {**YARN, "truncate": True}}}),
 }  # fmt: skip
 
 
