@@ -340,11 +340,9 @@ def test_supervised_fine_tuning(workspace: Workspace) -> None:
     assert not list((run.folder / "rollouts").iterdir())
 
 
-def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(
-    workspace: Workspace,
-) -> None:
+def test_a_supervised_run_can_be_evaluated_and_scores_labels_itself(workspace: Workspace) -> None:
     run = workspace.sft("sft with prompts", workspace.heldout, "training.steps=1")
-    assert len(run.lines("evaluation: is ignored")) == 1
+    assert [row["step"] for row in run.metrics if "eval/loss" in row] == [0, 1]
     few = (PROMPTS, "evaluation.max_new_tokens=4")
     done = workspace.command(
         "eval", str(run.folder / "config.yaml"), "--model", str(run.folder), *few
@@ -441,11 +439,16 @@ def test_every_metric_is_defined_and_every_definition_is_written(
         "rollout.workflow={name: 'failing_environments:Faulty', how: raises}",
     )  # fmt: skip
     assert asynchronous.code == 0, asynchronous.err
+    supervised = workspace.sft("held-out labels", workspace.heldout, "training.steps=1")
+    assert supervised.code == 0, supervised.err
+    preferred = workspace.train(
+        "preferred", "algorithm.estimator.name=dpo", "training.steps=1", "training.batch_size=8",
+        f"data.paths={workspace.folder / 'data' / 'preferences.jsonl'}",
+    )  # fmt: skip
+    assert preferred.code == 0, preferred.err
+    runs = (trained, with_critic, verified, experts, asynchronous, conversations)
     written = {
-        name
-        for run in (trained, with_critic, verified, experts, asynchronous, conversations)
-        for row in run.metrics
-        for name in row
+        name for run in (*runs, supervised, preferred) for row in run.metrics for name in row
     }
     assert {name for name in written if metric_spec(name) is None} == set()
     everything = {name for name in METRICS if "<" not in name}

@@ -137,6 +137,15 @@ def test_a_step_equals_transformers(
     assert not {"rollout/kl", "objective/kl"} & run.rows[1].keys()
 
 
+@pytest.mark.parametrize("name", ["ipo", "kto", "orpo"])
+def test_the_others_take_a_step(name: str, workspace: Workspace, pairs: Path) -> None:
+    estimator = f"algorithm.estimator.name={name}"
+    run = train(workspace, f"a step of {name}", pairs, estimator, "training.steps=1")
+    assert run.rows[1]["train/grad_norm"] > 0
+    assert math.isfinite(run.rows[1]["preference/loss"])
+    assert ("preference/accuracy" in run.rows[1]) is (name != "kto")
+
+
 def test_adapters_learn_from_the_model_without_them(workspace: Workspace, pairs: Path) -> None:
     run = train(
         workspace, "dpo of adapters", pairs, "algorithm.estimator={name: dpo, beta: 0.5}",
