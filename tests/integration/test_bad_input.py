@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
                    ("policy.optimizer.lr", "'fast'", "expected a number")),
     "no length": (given("training.steps=null"), ("how long to train is missing", "training.steps")),
     "unknown estimator": (given("algorithm.estimator.name=gropo"),
-                          ("'gropo'", "known: dr_grpo, ", "did you mean 'grpo'")),
+                          ("'gropo'", "known: dpo, dr_grpo, ", "did you mean 'grpo'")),
     "estimator's keyword": (
         given("algorithm.estimator={name: ppo, lamda: 0.9}"),
         ("algorithm.estimator.lamda", "did you mean", ".lam?")),
