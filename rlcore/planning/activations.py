@@ -13,7 +13,7 @@ from rlcore.planning.shape import ModelShape
 
 # Tokens of a chunk of recurrent layers.
 CHUNK = 64
-# The largest head of the kernel of variable lengths.
+# The largest head of FlashAttention's kernels of variable lengths.
 MAX_VARLEN_HEAD = 256
 
 

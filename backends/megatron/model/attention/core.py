@@ -26,6 +26,7 @@ from backends.megatron.convert.rope import Rope
 from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.attention.merged import merged_attention, visible
 from backends.megatron.model.elementwise import rotate_heads, scaled_norm
+from rlcore.planning.activations import MAX_VARLEN_HEAD
 
 # Merging is faster from this many copied keys for each token of the pack on, and from this many
 # tokens in a prefix (benchmarks/prefixes.py).
@@ -33,8 +34,6 @@ MERGED_FROM = 3.0
 LONG_PREFIX = 256
 # The same for the variable-length kernel (section "sharing" of benchmarks/gpu.sh, on an H100).
 MERGED_FROM_VARLEN = 4.0
-# The largest head of FlashAttention's kernels.
-MAX_VARLEN_HEAD = 256
 
 
 class CoreAttention(MegatronModule):
