@@ -109,7 +109,7 @@ def labelled_rows(
     longest = config.data.max_prompt_tokens
     limits = [] if longest is None else [LengthLimit(longest, "data.max_prompt_tokens")]
     data = config.data
-    transform = with_answer
+    transform = with_good_answer
     if config.is_preference:
         transform = partial(with_preference, pairs=compares_pairs(config))
         # The turns before the last are the same in both answers.
@@ -126,6 +126,17 @@ def labelled_rows(
             prompts = prompts.without(too_long, limit)
             found = [answers.take(np.flatnonzero(~too_long)) for answers in found]
     return prompts, found[0], found[1] if config.is_preference else None
+
+
+def with_good_answer(example: Example) -> Example:
+    """Return the row as `with_answer` does. Raises DataError for an answer labelled as bad."""
+    if not example.is_good:
+        raise DataError(
+            f"{example.where}: the 'label' says that the 'completion' is bad, and supervised"
+            " fine-tuning would train on it; leave such rows out, or learn from preferences"
+            " (algorithm.estimator.name: kto)"
+        )
+    return with_answer(example)
 
 
 def with_preference(example: Example, *, pairs: bool) -> Example:

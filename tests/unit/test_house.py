@@ -40,7 +40,7 @@ BUDGETS = {
     "rlcore/runs": 2_000,  # files of a run
     "rlcore/timeline": 620,  # Chrome traces
     "rlcore/tracking": 1_600,  # wandb, TensorBoard, terminal, notices
-    "rlcore/trainer": 3_240,  # the loop; a rank has its own orders, and frees its own handles
+    "rlcore/trainer": 3_250,  # the loop; a rank has its own orders, and frees its own handles
     "rlcore/view": 1_750,  # the page
     "rollout": 1_050,  # the service
     "rollout/accounting": 1_150,  # the ledger

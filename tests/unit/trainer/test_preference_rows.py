@@ -145,6 +145,17 @@ def test_supervised_fine_tuning_takes_the_chosen_answers(write_rows: Any, tokeni
     assert [s.response_text for s in samples] == ["4", "4"]
 
 
+def test_supervised_fine_tuning_takes_no_bad_answer(write_rows: Any, tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "1+1=", "completion": "2", "label": True},
+        {"prompt": "1+1=", "completion": "3", "label": False},
+    ]
+    config = make_config(write_rows(rows))
+    config.algorithm.loss.name = "sft"
+    with pytest.raises(DataError, match=r":2: the 'label' says that the 'completion' is bad"):
+        RowSource(config, tokenizer)
+
+
 def test_held_out_rows_come_in_batches(write_rows: Any, tokenizer: Any) -> None:
     rows = [{"prompt": f"{i}+0=", "chosen": f"{i}", "rejected": "x"} for i in range(5)]
     config = make_config(write_rows(rows))
