@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workspace import Run, Workspace
 
+from rlcore.algorithms.estimators.preferences import Answers, PreferenceEstimator
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 
 # An AdamW step that is linear in the gradient: delta = lr g / (|g| + eps).
@@ -144,6 +145,26 @@ def test_the_others_take_a_step(name: str, workspace: Workspace, pairs: Path) ->
     assert run.rows[1]["train/grad_norm"] > 0
     assert math.isfinite(run.rows[1]["preference/loss"])
     assert ("preference/accuracy" in run.rows[1]) is (name != "kto")
+
+
+class Calibrated(PreferenceEstimator):
+    """A preference loss of a user: squared margins about 1."""
+
+    needs = frozenset({"logprobs", "ref_logprobs"})
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return answers.ratios
+
+    def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
+        return (self.rewards(chosen) - self.rewards(rejected) - 1) ** 2
+
+
+def test_a_loss_of_ones_own_takes_a_step(workspace: Workspace, pairs: Path) -> None:
+    own = (f"algorithm.estimator.name={__name__}:Calibrated", "data.format=preference")
+    run = train(workspace, "a loss of one's own", pairs, *own, "training.steps=1")
+    # policy and reference are the same before the step
+    assert run.rows[1]["preference/loss"] == pytest.approx(1, abs=1e-6)
+    assert run.rows[1]["train/grad_norm"] > 0
 
 
 def test_adapters_learn_from_the_model_without_them(workspace: Workspace, pairs: Path) -> None:
