@@ -247,6 +247,17 @@ def test_a_state_is_not_copied_for_a_token():
     assert cache.get_conv_state(1).untyped_storage().nbytes() == 2 * 6 * 4 * 4
 
 
+@pytest.mark.parametrize("end", [2, 3])
+def test_a_padded_query_sees_itself(end):
+    """Alone in its piece of a prefill, and beside the next one."""
+    masks = Masks(0, torch.tensor([0, 4]))
+    seen, mask = masks.of(1, end, None, torch.zeros(1), causal=False)
+    assert (seen.start, seen.stop) == (0, end)
+    visible = mask[:, 0] == 0
+    assert visible[0].tolist() == [[c <= q for c in range(end)] for q in range(1, end)]
+    assert visible[1].tolist() == [[c == q for c in range(end)] for q in range(1, end)]
+
+
 @pytest.mark.parametrize("queries", [1, 7])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
